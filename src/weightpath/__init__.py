@@ -1,0 +1,1 @@
+"""weightpath: pick, make, prove and run the low-bit weights that suit a device."""
