@@ -1,1 +1,98 @@
-"""weightpath: pick, make, prove and run the low-bit weights that suit a device."""
+"""weightpath: pick, make, prove and run the low-bit weights that suit a device.
+
+    profile = weightpath.probe()
+    plan = weightpath.plan("demo", profile)
+    weightpath.quantize("demo", "out", scheme="w4g64")
+    print(weightpath.verify("out", "demo").fidelity.mean_kl)
+    model = weightpath.load("out")
+
+Importing this touches no device, reads no environment variable and loads neither torch nor
+transformers; the functions do, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from weightpath.device.profile import HardwareProfile
+    from weightpath.jobs.plan import Plan
+    from weightpath.jobs.quantize import Quantized
+    from weightpath.jobs.verify import Verification, VerifyOptions
+
+__all__ = ["load", "plan", "probe", "quantize", "verify"]
+
+
+def probe(root: str | Path = "/", device: str | Path | None = None) -> HardwareProfile:
+    """What a machine is: the one under `root`, or the shipped or JSON profile `device`."""
+    from weightpath.device.probe import probe as run
+
+    return run(root, device)
+
+
+def plan(
+    model: str | Path,
+    profile: HardwareProfile | None = None,
+    priority: str = "speed",
+    runtime: str = "weightpath",
+    head_bits: int = 8,
+    group_size: int | None = None,
+) -> Plan:
+    """Which weight path MODEL should take on a device, why, and what becomes of every tensor.
+
+    model: a folder, a GGUF file, a hub id or "demo". profile: default, this machine. priority:
+    "speed" or "fidelity". runtime: weightpath, vllm, transformers or llama.cpp. head_bits: 16, 8, 4.
+    """
+    from weightpath.checkpoints.locate import open_model
+    from weightpath.jobs.plan import plan_model
+
+    return plan_model(
+        str(model), open_model(model), profile or probe(), priority, runtime, head_bits, group_size
+    )
+
+
+def quantize(
+    model: str | Path,
+    folder: str | Path,
+    scheme: str | None = None,
+    head_bits: int = 8,
+    search: bool = True,
+    overwrite: bool = False,
+    profile: HardwareProfile | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Quantized:
+    """Make low-bit weights of MODEL in `folder` (compressed-tensors pack-quantized).
+
+    scheme: int8, w4g64, w4g128-asym, ...; None takes the plan for `profile` (default, this
+    machine). search False keeps every group's whole range. A killed run resumes.
+    """
+    from weightpath.jobs.make import make
+
+    return make(str(model), Path(folder), scheme, head_bits, search, overwrite, profile, progress)
+
+
+def verify(
+    folder: str | Path,
+    reference: str | Path,
+    options: VerifyOptions | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Verification:
+    """What the low-bit weights in `folder` lost against MODEL `reference`'s own bf16."""
+    from weightpath.engine.load import no_progress
+    from weightpath.jobs.verify import verify_folder
+
+    return verify_folder(Path(folder), str(reference), options, progress or no_progress)
+
+
+def load(folder: str | Path, device: str = "cpu", **options: Any) -> PreTrainedModel:
+    """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
+
+    options: dtype, backend, activation_bits, progress (see engine.load.load).
+    """
+    from weightpath.engine.load import load as run
+
+    return run(folder, device, **options)

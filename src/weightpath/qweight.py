@@ -74,7 +74,10 @@ class QWeight:
 
     def stored_bits(self) -> int:
         """Bits of the parts themselves: packed codes, scales, packed zeros or minimums, order."""
-        total = self.codes.numel() * self.scheme.bits + self.scales.numel() * self.scales.element_size() * 8
+        total = (
+            self.codes.numel() * self.scheme.bits
+            + self.scales.numel() * self.scales.element_size() * 8
+        )
         if self.zeros is not None:
             total += self.zeros.numel() * self.scheme.bits
         if self.minimums is not None:
@@ -88,26 +91,50 @@ class QWeight:
         n, k = self.codes.shape
         groups = self.scales.shape[-1]
         if self.codes.dtype != torch.uint8:
-            raise BadTensor(name, f"codes are {self.codes.dtype}, wanted torch.uint8", "convert them to unsigned codes")
+            raise BadTensor(
+                name,
+                f"codes are {self.codes.dtype}, wanted torch.uint8",
+                "convert them to unsigned codes",
+            )
         wanted = (n, groups if self.g_idx is not None else self.scheme.groups(k))
         if tuple(self.scales.shape) != wanted:
-            raise BadTensor(name, f"scales have shape {tuple(self.scales.shape)}, wanted {wanted}",
-                            "check group_size in the checkpoint's quantization config")
+            raise BadTensor(
+                name,
+                f"scales have shape {tuple(self.scales.shape)}, wanted {wanted}",
+                "check group_size in the checkpoint's quantization config",
+            )
         for part, values in (("zeros", self.zeros), ("minimums", self.minimums)):
             if values is not None and tuple(values.shape) != wanted:
-                raise BadTensor(name, f"{part} have shape {tuple(values.shape)}, wanted {wanted}",
-                                "check group_size in the checkpoint's quantization config")
+                raise BadTensor(
+                    name,
+                    f"{part} have shape {tuple(values.shape)}, wanted {wanted}",
+                    "check group_size in the checkpoint's quantization config",
+                )
         if self.zeros is not None and self.minimums is not None:
-            raise BadTensor(name, "both integer zeros and float minimums are given", "keep one of them")
-        if self.g_idx is not None and (self.g_idx.shape != (k,) or int(self.g_idx.min()) < 0
-                                       or int(self.g_idx.max()) >= groups):
-            raise BadTensor(name, f"g_idx has shape {tuple(self.g_idx.shape)} and range {int(self.g_idx.min())}.."
-                            f"{int(self.g_idx.max())}, wanted ({k},) within 0..{groups - 1}", "the file is damaged: fetch it again")
+            raise BadTensor(
+                name, "both integer zeros and float minimums are given", "keep one of them"
+            )
+        if self.g_idx is not None and (
+            self.g_idx.shape != (k,) or int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= groups
+        ):
+            raise BadTensor(
+                name,
+                f"g_idx has shape {tuple(self.g_idx.shape)} and range {int(self.g_idx.min())}.."
+                f"{int(self.g_idx.max())}, wanted ({k},) within 0..{groups - 1}",
+                "the file is damaged: fetch it again",
+            )
         if k and n and int(self.codes.max()) > self.scheme.top_code:
-            raise BadTensor(name, f"code {int(self.codes.max())} exceeds {self.scheme.top_code}", "the file is damaged: fetch it again")
+            raise BadTensor(
+                name,
+                f"code {int(self.codes.max())} exceeds {self.scheme.top_code}",
+                "the file is damaged: fetch it again",
+            )
         for part, values in (("scale", self.scales), ("minimum", self.minimums)):
             if values is not None and not bool(torch.isfinite(values).all()):
                 row, group = (~torch.isfinite(values)).nonzero()[0].tolist()
-                raise BadTensor(name, f"{part} [{row}, {group}] is {float(values[row, group])}",
-                                "the checkpoint is damaged: quantize or fetch it again")
+                raise BadTensor(
+                    name,
+                    f"{part} [{row}, {group}] is {float(values[row, group])}",
+                    "the checkpoint is damaged: quantize or fetch it again",
+                )
         return self

@@ -35,7 +35,9 @@ class Scheme:
         if self.bits not in range(2, 9):
             raise BadRequest(f"scheme: {self.bits} bits; weights take 2 to 8 bits")
         if self.group_size != PER_CHANNEL and self.group_size < 1:
-            raise BadRequest(f"scheme: group size {self.group_size}; use a positive size, or -1 for per channel")
+            raise BadRequest(
+                f"scheme: group size {self.group_size}; use a positive size, or -1 for per channel"
+            )
         if self.activation_bits not in (8, 16):
             raise BadRequest(f"scheme: {self.activation_bits}-bit activations; use 8 or 16")
 
@@ -90,7 +92,9 @@ class Scheme:
             return INT8
         found = _NAME.fullmatch(name)
         if not found:
-            raise BadRequest(f"scheme '{name}': unknown; write int8, or a name such as w4g64, w4g32-asym or w4a8g128")
+            raise BadRequest(
+                f"scheme '{name}': unknown; write int8, or a name such as w4g64, w4g32-asym or w4a8g128"
+            )
         return cls(
             bits=int(found["bits"]),
             group_size=int(found["group"]) if found["group"] else PER_CHANNEL,

@@ -1,0 +1,213 @@
+"""tokenizer.json and tokenizer_config.json from the vocabulary that a GGUF carries.
+
+    model "gpt2":  byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split first
+    model "llama": SentencePiece BPE; merges follow from the scores (a better piece merges first)
+
+Token types: 2 unknown, 3 control (special), 4 user defined (kept whole), 5 unused, 6 byte.
+A split that is not known here is an error by name: a wrong split gives wrong ids and no message.
+Source: llama.cpp's vocabulary reader (splits, and which of them add a first token or match whole
+words before merging); the tokenizer.json files of the models named beside each split.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from weightpath.errors import BadCheckpoint
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPLITS = {
+    "llama3": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
+    "tekken": (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+_SPLIT_OF = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), "llama3"),
+    "smaug-bpe": "llama3",
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), "qwen2"),
+    "tekken": "tekken",
+    **dict.fromkeys(("smollm", "starcoder", "minerva-7b"), "digits"),
+    "gpt-2": "gpt2",
+}
+"""tokenizer.ggml.pre -> split: gpt2's own, that with single digits cut out first, or a pattern."""
+
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""Splits whose words are looked up whole before merging; these also begin with a first token."""
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+
+def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json as text, by file name.
+
+    Errors: BadCheckpoint for a tokenizer model or split that is not known here, or a vocabulary
+    that does not add up.
+    """
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise BadCheckpoint(
+            where, "carries no tokenizer.ggml.tokens", "give a GGUF with its vocabulary"
+        )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+        raise BadCheckpoint(
+            where, f"token {twice!r} is in the vocabulary twice", "convert it again"
+        )
+    model = metadata.get("tokenizer.ggml.model")
+    if model == "gpt2":
+        tokenizer = _byte_level(where, metadata, vocabulary)
+    elif model == "llama":
+        tokenizer = _sentencepiece(where, metadata, vocabulary)
+    else:
+        raise BadCheckpoint(
+            where,
+            f"tokenizer model is {model!r}; read here are gpt2 and llama",
+            "give the model's safetensors checkpoint",
+        )
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    special = [t for t, kind in zip(tokens, kinds, strict=False) if kind in (UNKNOWN, CONTROL)]
+    kept_whole = [t for t, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in kept_whole])
+
+    names = {
+        kind: _token(where, metadata, tokens, key)
+        for kind, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    first_by_default = model == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", first_by_default)) and bool(
+        names["bos"]
+    )
+    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and bool(names["eos"])
+    _add_ends(tokenizer, names["bos"] if add_bos else None, names["eos"] if add_eos else None)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{kind}_token": token for kind, token in names.items() if token is not None},
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context_length,
+    }
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        config["chat_template"] = template
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def _byte_level(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    """Byte-level BPE with the merges and the split that the file names."""
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _SPLIT_OF:
+        raise BadCheckpoint(
+            where,
+            f"tokenizer.ggml.pre is {pre!r}; known are {', '.join(sorted(_SPLIT_OF))}",
+            "give the model's safetensors checkpoint",
+        )
+    merges = []
+    for line in metadata.get("tokenizer.ggml.merges") or ():
+        cut = line.find(" ", 1)
+        left, right = line[:cut], line[cut + 1 :]
+        if cut < 0 or not {left, right, left + right} <= vocabulary.keys():
+            raise BadCheckpoint(
+                where, f"merge {line!r} is not of tokens in the vocabulary", "convert it again"
+            )
+        merges.append((left, right))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
+    )
+    split = _SPLIT_OF[pre]
+    if split in _SPLITS:
+        before = [
+            pre_tokenizers.Split(Regex(_SPLITS[split]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    else:
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "digits" else []
+        before = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+    tokenizer.decoder = decoders.ByteLevel()
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    """SentencePiece BPE: any two pieces whose join is a piece may merge, the best score first."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary):
+        raise BadCheckpoint(
+            where, "tokenizer.ggml.scores does not match its tokens", "convert it again"
+        )
+    pairs = [
+        (-scores[index], piece[:cut], piece[cut:])
+        for piece, index in vocabulary.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
+    pairs.sort(key=lambda pair: (pair[0], vocabulary[pair[1]], vocabulary[pair[2]]))
+    unknown = _token(where, metadata, list(vocabulary), "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for _, left, right in pairs],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefix else []),
+        ]
+    )
+    return tokenizer
+
+
+def _add_ends(tokenizer: Tokenizer, first: str | None, last: str | None) -> None:
+    """Put a first or last token around every text, where the model was trained with it."""
+    if first is None and last is None:
+        return
+    around = [token for token in (first, last) if token is not None]
+    single = " ".join([*([first] if first else []), "$A", *([last] if last else [])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
+    )
+
+
+def _token(where: str, metadata: dict[str, Any], tokens: list[str], kind: str) -> str | None:
+    index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+    if index is None:
+        return None
+    if not 0 <= index < len(tokens):
+        raise BadCheckpoint(
+            where, f"{kind} token is {index} of {len(tokens)} tokens", "convert it again"
+        )
+    return tokens[index]

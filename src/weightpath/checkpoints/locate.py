@@ -1,0 +1,79 @@
+"""What MODEL can be: a folder, a GGUF file, `demo`, or a model hub's id `org/name`.
+
+Tried in that order, so a local folder always wins over a hub id of the same spelling. A hub is
+asked through huggingface_hub, which serves its cache where it cannot reach the hub.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from weightpath.checkpoints.demo import fetch_demo
+from weightpath.checkpoints.gguf import GGUFCheckpoint
+from weightpath.checkpoints.store import Checkpoint, open_checkpoint
+from weightpath.errors import BadRequest
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+_UNWANTED = ("*/*", "consolidated*")
+
+
+def locate(model: str | Path) -> Path:
+    """The folder or .gguf file that MODEL means, fetched where it has to be.
+
+    A folder that holds no safetensors but just one .gguf file stands for that file.
+    Errors: BadRequest, one line that names what was tried.
+    """
+    name, path = str(model), Path(model).expanduser()
+    if name and path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        return files[0] if len(files) == 1 and not any(path.glob("*.safetensors")) else path
+    if path.is_file():
+        if path.suffix in (".gguf", ".safetensors"):
+            return path
+        raise BadRequest(
+            f"model {path}: is a {path.suffix or 'plain'} file; give a folder or a .gguf file"
+        )
+    if name == "demo":
+        return fetch_demo()
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        return _from_hub(name)
+    raise BadRequest(
+        f"model '{name}': no such folder or file, and not a hub id (org/name); give a folder, a "
+        ".gguf file, a hub id, or demo"
+    )
+
+
+def open_model(model: str | Path) -> Checkpoint:
+    """Locate MODEL and open it as a float checkpoint: safetensors, or a GGUF file directly."""
+    path = locate(model)
+    return GGUFCheckpoint(path) if path.suffix == ".gguf" else open_checkpoint(path)
+
+
+def _from_hub(name: str) -> Path:
+    """The hub's snapshot of a model, or the cached one where the hub cannot be reached."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED])
+        )
+    except LocalEntryNotFoundError:
+        reason = "the hub cannot be reached and its cache has no such model"
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    raise BadRequest(
+        f"model '{name}': no such folder, and not from the hub ({reason.strip()[:200]}); give a "
+        "local folder or a .gguf file, or fetch it where there is a network"
+    )

@@ -1,0 +1,58 @@
+"""The `weightpath` command: one verb a file; one line and exit code 2 on bad input."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from weightpath.cli import build, inspect, plan, probe, quantize, run, verify
+from weightpath.errors import WeightpathError
+from weightpath.version import __version__
+
+UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""The base of usage errors; typer carries its own copy of click in some versions."""
+
+app = typer.Typer(
+    help="Pick, make, prove and run the low-bit weights that suit a device.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for verb in (probe, plan, build, quantize, inspect, verify, run):
+    app.command(verb.NAME, epilog=verb.EXAMPLE)(verb.command)
+
+
+@app.callback(invoke_without_command=True)
+def version_option(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    """Pick, make, prove and run the low-bit weights that suit a device."""
+    if version:
+        print(__version__)
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit()
+
+
+def main() -> None:
+    """Entry point. Errors of ours and of usage are one line on stderr; Ctrl-C keeps finished work."""
+    try:
+        code = app(standalone_mode=False)
+    except WeightpathError as error:
+        _fail(str(error), error.exit_code)
+    except UsageProblem as error:
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; what was finished is kept, run the same command to go on", 130)
+    except BrokenPipeError:
+        sys.exit(0)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print("weightpath: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,89 @@
+"""weightpath plan MODEL: which low-bit weights a device should run, and why not the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import typer
+
+import weightpath
+from weightpath.cli.show import emit_json, heading, size, stdout, table
+from weightpath.jobs.plan import Plan
+
+NAME = "plan"
+EXAMPLE = "Example: weightpath plan demo --priority fidelity --runtime vllm"
+
+
+def command(
+    model: str = typer.Argument(help="A folder, a GGUF file, a hub id (org/name), or demo."),
+    device: str = typer.Option(
+        None, help="A JSON profile or a shipped name, in place of this machine."
+    ),
+    priority: str = typer.Option("speed", help="speed or fidelity."),
+    runtime: str = typer.Option(
+        "weightpath", help="weightpath, vllm, transformers or llama.cpp: what will load it."
+    ),
+    head: int = typer.Option(8, help="Bits of the output head: 16, 8 or 4."),
+    group_size: int = typer.Option(None, help="Force a group size; -1 is per channel."),
+    why: bool = typer.Option(
+        False, "--why", help="Also list what becomes of every tensor, and its reason."
+    ),
+    json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
+) -> None:
+    """Print the weight path for MODEL on a device, its reasons, and every path it rejects."""
+    profile = weightpath.probe(device=device)
+    made = weightpath.plan(model, profile, priority, runtime, head, group_size)
+    if json:
+        emit_json(made.to_dict())
+        return
+    show_plan(made)
+    if why:
+        heading("every tensor")
+        rows = table("tensor", "scheme", "bytes", "reason")
+        rows.columns[3].justify = "left"
+        for item in made.tensors.decisions:
+            rows.add_row(
+                item.name,
+                item.scheme.name if item.scheme else "as it is",
+                f"{item.stored_bytes:,}",
+                item.reason,
+            )
+        stdout.print(rows)
+
+
+def show_plan(plan: Plan) -> None:
+    """The chosen path, reasons, rejections, and the tensors in short."""
+    if plan.selection is not None:
+        path, selection = plan.selection.path, plan.selection
+        state = "verified" if selection.verified else "not verified"
+        stdout.print(
+            f"[bold]{path.name}[/bold]  {path.bits_per_weight:.3f} bits per weight, {state}"
+        )
+        for reason in selection.reasons:
+            stdout.print(f"  + {reason}")
+        for note in path.notes:
+            stdout.print(f"  note: {note}")
+        for claim in path.claims:
+            stdout.print(f"  claim, not evidence: {claim}")
+        stdout.print(f"  kernel: {path.kernels}")
+        stdout.print(f"  build: {path.built_by}")
+        for name, reason in selection.rejected:
+            stdout.print(f"  - {name}: {reason}")
+        for warning in selection.warnings:
+            stdout.print(f"  warning: {warning}")
+    stdout.print(f"  groups: {plan.tensors.group_reason}")
+    counts = Counter(
+        (
+            item.shape.role.replace("_", " "),
+            item.scheme.name if item.scheme else "as it is",
+            item.reason,
+        )
+        for item in plan.tensors.decisions
+    )
+    for (role, scheme, reason), count in counts.items():
+        stdout.print(f"  {count} {role}: {scheme} ({reason})")
+    tensors = plan.tensors
+    stdout.print(
+        f"  planned: {size(tensors.source_bytes)} -> {size(tensors.file_bytes)}, linears "
+        f"{tensors.linear_bits_per_weight:.3f} bits per weight, whole file {tensors.file_bits_per_weight:.3f}"
+    )

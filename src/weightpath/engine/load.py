@@ -1,0 +1,186 @@
+"""Models that generate: a float checkpoint, or a low-bit one on this project's modules.
+
+Both are transformers models built the same way (skeleton.py), so that a difference between them is
+a difference of weights. Tensors come one at a time and stay mapped from the file where their dtype
+already fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
+from weightpath.checkpoints.store import Checkpoint
+from weightpath.engine import skeleton
+from weightpath.errors import BadCheckpoint, BadTensor
+from weightpath.nn.int4_linear import Int4Linear
+from weightpath.nn.int8_linear import Int8Linear
+from weightpath.nn.swap import (
+    LowBitLinear,
+    explain,
+    replace_module,
+    set_activation_bits,
+    set_backend,
+)
+from weightpath.qweight import QWeight
+
+Progress = Callable[[str, int, int], None]
+"""progress(label, done, total)."""
+
+
+@dataclass(frozen=True)
+class LowBitModel:
+    """What `load` knows of a model, as `model.weightpath`. manifest: how the folder was made, {}
+    where another tool made it."""
+
+    where: str
+    manifest: dict[str, Any]
+    activation_bits: int
+    model: PreTrainedModel = field(repr=False)
+
+    def explain(self) -> dict[str, dict[str, Any]]:
+        """For every low-bit linear: its scheme, its kernel, and why not the others."""
+        return explain(self.model)
+
+
+def no_progress(label: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def load_float(
+    checkpoint: Checkpoint,
+    weights: torch.dtype = torch.bfloat16,
+    compute: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """The float model of a checkpoint, its weights rounded to `weights`, run in `compute`.
+
+    compute fp32 over bf16 weights leaves only the weights' own rounding in a comparison.
+    """
+    compute = compute or weights
+    model = skeleton.build(checkpoint.config, compute, checkpoint.where)
+    tied = tied_copy(model, checkpoint)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in checkpoint.tensors:
+            if name != tied:
+                value = checkpoint.read(name)
+                yield name, value.to(weights).to(compute) if value.is_floating_point() else value
+
+    skeleton.fill(model, tensors(), checkpoint.where)
+    return _ready(model, checkpoint.where, device)
+
+
+def load(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    activation_bits: int | None = None,
+    progress: Progress = no_progress,
+) -> PreTrainedModel:
+    """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
+
+    dtype: of the float tensors and the arithmetic (default: the checkpoint's own). backend: a
+    kernel by name, else the chooser's. activation_bits: 8 or 16 for the 4-bit linears (default:
+    what the folder was made for, else 16). Raises BadCheckpoint or BadTensor with the mend.
+    """
+    checkpoint = open_low_bit(Path(folder))
+    dtype = dtype or model_dtype(checkpoint.config)
+    model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
+    linears = skeleton.linears(model)
+    _check_places(checkpoint, linears)
+    floats = dict(checkpoint.floats)
+    tied = tied_copy(model, checkpoint.source)
+    total = len(checkpoint.linears)
+    for done, name in enumerate(checkpoint.linears, 1):
+        qweight = checkpoint.read_qweight(name)
+        wanted = (linears[name].out_features, linears[name].in_features)
+        if tuple(qweight.codes.shape) != wanted:
+            raise BadTensor(f"{name}.weight_packed", f"holds {list(qweight.codes.shape)}, the model wants {list(wanted)}",
+                            "the checkpoint does not match its config.json")  # fmt: skip
+        bias = None
+        if linears[name].bias is not None:
+            if f"{name}.bias" not in floats:
+                raise BadTensor(f"{name}.bias", "is missing", "fetch the checkpoint again")
+            bias = checkpoint.source.read(f"{name}.bias").to(dtype)
+            del floats[f"{name}.bias"]
+        replace_module(model, name, _module(qweight, bias, name))
+        progress("loading", done, total)
+    skeleton.fill(
+        model,
+        ((name, _cast(checkpoint.source.read(name), dtype)) for name in floats if name != tied),
+        checkpoint.where,
+    )
+    _ready(model, checkpoint.where, device)
+    bits = activation_bits or checkpoint.manifest.get("activation_bits") or 16
+    set_activation_bits(model, bits)
+    set_backend(model, backend)
+    model.weightpath = LowBitModel(checkpoint.where, checkpoint.manifest, bits, model)  # type: ignore[assignment]
+    return model
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a checkpoint's folder. BadCheckpoint where it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise BadCheckpoint(str(folder), f"has no tokenizer that loads ({str(error).splitlines()[0]})",
+                            "copy the model's tokenizer files into it") from None  # fmt: skip
+
+
+def model_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The float dtype that a config.json names (dtype or torch_dtype, nested too), else bf16."""
+    for section in (config, config.get("text_config") or {}):
+        name = section.get("dtype") or section.get("torch_dtype")
+        found = getattr(torch, str(name).removeprefix("torch."), None) if name else None
+        if isinstance(found, torch.dtype):
+            return found
+    return torch.bfloat16
+
+
+def _module(qweight: QWeight, bias: Tensor | None, name: str) -> LowBitLinear:
+    if qweight.scheme.bits == 8:
+        return Int8Linear.from_qweight(qweight, bias, name)
+    return Int4Linear.from_qweight(qweight, bias, name)
+
+
+def _check_places(checkpoint: LowBitCheckpoint, linears: dict[str, Any]) -> None:
+    for name in checkpoint.linears:
+        if name not in linears:
+            raise BadCheckpoint(checkpoint.where, f"{name} is packed but is no linear layer of the model",
+                                "the checkpoint does not match its config.json")  # fmt: skip
+
+
+def tied_copy(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
+    """A head stored beside an embedding that it is tied to: its name, if the two are equal.
+
+    Where they differ the head is its own, whatever the config says, and the model is untied.
+    """
+    head = skeleton.head_name(model)
+    name = f"{head}.weight"
+    if head is None or name not in checkpoint.tensors or not model.config.tie_word_embeddings:
+        return None
+    table = f"{skeleton.embedding_name(model)}.weight"
+    if table in checkpoint.tensors and torch.equal(checkpoint.read(name), checkpoint.read(table)):
+        return name
+    model.config.tie_word_embeddings = False
+    return None
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _ready(model: PreTrainedModel, where: str, device: str | torch.device) -> PreTrainedModel:
+    skeleton.finish(model, where)
+    if (Path(where) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(where)
+    return model.to(device).eval()  # type: ignore[arg-type]

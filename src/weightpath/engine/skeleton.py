@@ -1,0 +1,128 @@
+"""A model without its weights: modules on the meta device, then filled tensor by tensor.
+
+`build` makes the transformers model that a config.json describes, with no memory behind it.
+`fill` gives parameters and saved buffers their tensors by checkpoint name. `finish` computes what
+no checkpoint holds (rotary tables and other unsaved buffers) through transformers' own
+initialiser, and refuses a model in which anything is still without a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from weightpath.errors import BadCheckpoint, BadTensor
+
+
+def build(
+    config: Mapping[str, Any], dtype: torch.dtype, where: str = "config.json"
+) -> PreTrainedModel:
+    """The model on the meta device. BadCheckpoint if transformers does not know the architecture."""
+    settings = {key: value for key, value in config.items() if key != "quantization_config"}
+    kind = settings.pop("model_type", None)
+    if not kind:
+        raise BadCheckpoint(
+            where, "has no model_type", "use a checkpoint with a transformers config.json"
+        )
+    try:
+        parsed = AutoConfig.for_model(kind, **settings)
+    except ValueError:
+        raise BadCheckpoint(where, f"model_type '{kind}' is unknown to transformers {transformers.__version__}",
+                            "upgrade transformers, or convert the model to a known architecture") from None  # fmt: skip
+    name = (settings.get("architectures") or [None])[0]
+    with torch.device("meta"):
+        if name and hasattr(transformers, name):
+            model = getattr(transformers, name)._from_config(parsed, dtype=dtype)
+        else:
+            try:
+                model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
+            except ValueError:
+                raise BadCheckpoint(where, f"architecture {name} is unknown to transformers {transformers.__version__}",
+                                    "upgrade transformers, or convert the model to a known architecture") from None  # fmt: skip
+    return model.eval()
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> linear layer, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def head_name(model: PreTrainedModel) -> str | None:
+    """Name of the output head's module, or None where the model has none."""
+    head = model.get_output_embeddings()
+    return (
+        next((name for name, module in model.named_modules() if module is head), None)
+        if head is not None
+        else None
+    )
+
+
+def embedding_name(model: PreTrainedModel) -> str:
+    """Name of the input embedding's module."""
+    table = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is table)
+
+
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """Give parameters and buffers their tensors. A name or shape that does not fit is an error."""
+    for name, tensor in tensors:
+        parent, _, leaf = name.rpartition(".")
+        try:
+            module = model.get_submodule(parent)
+        except AttributeError:
+            module = None
+        slot = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
+        if module is None or slot is None:
+            raise BadCheckpoint(where, f"tensor {name} has no place in {type(model).__name__}",
+                                "the checkpoint does not match its config.json")  # fmt: skip
+        if tuple(slot.shape) != tuple(tensor.shape):
+            raise BadTensor(name, f"shape {tuple(tensor.shape)}, {type(model).__name__} wants {tuple(slot.shape)}",
+                            "the checkpoint does not match its config.json")  # fmt: skip
+        if leaf in module._parameters:
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            module._parameters[leaf] = parameter
+        else:
+            module._buffers[leaf] = tensor
+
+
+def finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
+    """Tie, compute the unsaved buffers, and refuse what is still without a value."""
+    if model.config.tie_word_embeddings:
+        model.tie_weights()
+    for name, module in model.named_modules():
+        unsaved = [
+            key
+            for key in module._non_persistent_buffers_set
+            if module._buffers.get(key) is not None
+        ]
+        if not any(module._buffers[key].is_meta for key in unsaved):  # type: ignore[union-attr]
+            continue
+        for key in unsaved:
+            module._buffers[key] = torch.empty_like(module._buffers[key], device="cpu")  # type: ignore[arg-type]
+        _owner(model, name)._init_weights(module)
+    empty = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.is_meta
+    ]
+    if empty:
+        raise BadCheckpoint(where, f"tensor {empty[0]} is missing ({len(empty)} such)",
+                            "fetch the checkpoint again, or check that its config.json is its own")  # fmt: skip
+    return model
+
+
+def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """The nearest PreTrainedModel that holds the module called `name`."""
+    owner = model
+    parts = name.split(".")
+    for depth in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner

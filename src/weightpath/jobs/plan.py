@@ -1,0 +1,73 @@
+"""Decide what a model becomes on a device: the weight path, then every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weightpath.checkpoints.store import Checkpoint
+from weightpath.device.profile import HardwareProfile
+from weightpath.errors import BadRequest
+from weightpath.jobs.shapes import model_shapes
+from weightpath.paths.evidence import Evidence
+from weightpath.paths.select import Selection, select_weight_path
+from weightpath.paths.tensors import TensorPlan, plan_tensors
+from weightpath.scheme import INT8, Scheme
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The path chosen for a device (None where a scheme was given instead) and the tensors'
+    schemes. `activation_bits` is what the 4-bit linears run with."""
+
+    model: str
+    selection: Selection | None
+    tensors: TensorPlan
+    activation_bits: int
+
+    @property
+    def path_name(self) -> str:
+        """The path's name, or "" where a scheme was given."""
+        return self.selection.path.name if self.selection else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        chosen = self.selection.to_dict() if self.selection else None
+        return {
+            "model": self.model,
+            "selection": chosen,
+            "activation_bits": self.activation_bits,
+            "tensors": self.tensors.to_dict(),
+        }
+
+
+def plan_model(
+    model: str,
+    checkpoint: Checkpoint,
+    profile: HardwareProfile,
+    priority: str = "speed",
+    runtime: str = "weightpath",
+    head_bits: int = 8,
+    group_size: int | None = None,
+    evidence: Evidence | None = None,
+) -> Plan:
+    """The path that suits `profile`, and what it makes of every tensor of the checkpoint."""
+    shapes = model_shapes(checkpoint)
+    selection = select_weight_path(profile, priority, runtime, shapes, evidence)
+    scheme = selection.path.scheme
+    tensors = plan_tensors(shapes, scheme, head_bits, group_size, runtime, profile)
+    return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16)
+
+
+def plan_scheme(model: str, checkpoint: Checkpoint, scheme: Scheme, head_bits: int = 8) -> Plan:
+    """The tensors' schemes where the user names the linears' scheme.
+
+    BadRequest for a scheme that no module runs: linears are int8 per channel or 4-bit.
+    """
+    if scheme.bits != 4 and scheme.with_activations(16) != INT8:
+        raise BadRequest(
+            f"scheme {scheme.name}: this version makes int8 (w8) and 4-bit linears (w4g64, w4g128-asym, ...)"
+        )
+    group_size = scheme.group_size if scheme.bits == 4 else None
+    tensors = plan_tensors(model_shapes(checkpoint), scheme, head_bits, group_size)
+    return Plan(model, None, tensors, scheme.activation_bits)

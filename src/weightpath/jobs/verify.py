@@ -1,0 +1,143 @@
+"""Prove what a low-bit checkpoint lost against the float model it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightpath.checkpoints.locate import locate, open_model
+from weightpath.checkpoints.store import Checkpoint
+from weightpath.device.probe import probe
+from weightpath.engine.load import Progress, load, load_float, load_tokenizer, no_progress
+from weightpath.errors import BadRequest
+from weightpath.fidelity.greedy import GreedyResult, greedy_agreement, read_prompts
+from weightpath.fidelity.logits import compare, noise_floor
+from weightpath.fidelity.metrics import FidelitySummary, summarize
+from weightpath.fidelity.text import Window, default_documents, read_documents, windows
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """How much is measured. text: a file, or None for the text that Python carries. length: tokens
+    a window; limit: windows at most. contiguous: cut the whole text in a row, as published figures
+    do. compute: float32, bfloat16, or None to take fp32 where the models fit in half of the memory.
+    """
+
+    text: Path | None = None
+    length: int = 512
+    limit: int = 24
+    contiguous: bool = False
+    compute: str | None = None
+    prompts: Path | None = None
+    prompt_tokens: int = 48
+    floor_windows: int = 4
+    device: str = "cpu"
+    activation_bits: int | None = None
+    backend: str | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was lost, on which text, in which arithmetic, beside the reference's own noise."""
+
+    text: str
+    compute: str
+    activation_bits: int
+    fidelity: FidelitySummary
+    noise_floor: FidelitySummary
+    greedy: GreedyResult
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "text": self.text,
+            "compute": self.compute,
+            "activation_bits": self.activation_bits,
+            "fidelity": self.fidelity.to_dict(),
+            "noise_floor": self.noise_floor.to_dict(),
+            "greedy": self.greedy.to_dict(),
+        }
+
+
+def verify_folder(
+    folder: Path,
+    reference: str,
+    options: VerifyOptions | None = None,
+    progress: Progress = no_progress,
+) -> Verification:
+    """Compare a low-bit folder with MODEL's own bf16 weights, in one engine."""
+    options = options or VerifyOptions()
+    checkpoint = open_model(reference)
+    dtype = compute_dtype(checkpoint, options.compute)
+    tokenizer = load_tokenizer(tokenizer_folder(reference, folder))
+    cut, description = text_windows(tokenizer, options)
+    float_model = load_float(checkpoint, torch.bfloat16, dtype, options.device)
+    model = load(folder, options.device, dtype, options.backend, options.activation_bits, progress)
+    return verify_models(float_model, model, tokenizer, cut, description, options, progress)
+
+
+def verify_models(
+    reference: Any,
+    model: Any,
+    tokenizer: Any,
+    cut: list[Window],
+    description: str,
+    options: VerifyOptions,
+    progress: Progress = no_progress,
+) -> Verification:
+    """The same for models that are loaded already."""
+    scores = compare(
+        reference, model, cut, lambda done, total: progress("comparing logits", done, total)
+    )
+    floor = noise_floor(
+        reference,
+        cut[: options.floor_windows],
+        progress=lambda done, total: progress("noise floor", done, total),
+    )
+    greedy = greedy_agreement(
+        reference,
+        model,
+        tokenizer,
+        read_prompts(options.prompts),
+        options.prompt_tokens,
+        progress=lambda done, total: progress("greedy prompts", done, total),
+    )
+    return Verification(
+        text=description,
+        compute=str(reference.dtype).removeprefix("torch."),
+        activation_bits=model.weightpath.activation_bits,
+        fidelity=summarize(scores),
+        noise_floor=summarize(floor),
+        greedy=greedy,
+    )
+
+
+def text_windows(tokenizer: Any, options: VerifyOptions) -> tuple[list[Window], str]:
+    """The windows to measure on, and in words what they are."""
+    documents, rule = read_documents(options.text) if options.text else default_documents()
+    cut = windows(
+        tokenizer, documents, options.length, options.limit, contiguous=options.contiguous
+    )
+    shape = "in a row" if options.contiguous else "within documents"
+    return cut, f"{rule}; {len(cut)} windows of up to {options.length} tokens {shape}"
+
+
+def compute_dtype(checkpoint: Checkpoint, wanted: str | None) -> torch.dtype:
+    """fp32 leaves only the weights' rounding in the comparison; bf16 where memory is short."""
+    if wanted is not None:
+        if wanted not in ("float32", "bfloat16"):
+            raise BadRequest(f"compute '{wanted}': use float32 or bfloat16")
+        return getattr(torch, wanted)
+    weights = sum(info.nbytes // info.dtype.itemsize for info in checkpoint.tensors.values())
+    available = probe().ram_available
+    return torch.float32 if not available or 8 * weights < available / 2 else torch.bfloat16
+
+
+def tokenizer_folder(reference: str, folder: Path) -> Path:
+    """Where the tokenizer is: the low-bit folder carries it; else the reference's own."""
+    if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
+        return folder
+    return locate(reference)

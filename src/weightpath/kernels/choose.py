@@ -1,0 +1,88 @@
+"""Which kernel multiplies by a low-bit weight, and why not the others.
+
+A kernel is one spec: a name, what it runs, and `can_run`, which answers None for yes or the
+sentence that says why not. `choose` walks an ordered tuple, fastest first, and keeps every
+rejection. Asking for a kernel by name where it cannot run is an error with that sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weightpath.errors import BadRequest, CannotRun
+from weightpath.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a kernel is asked to run: out_features, in_features, the scheme and the device."""
+
+    out_features: int
+    in_features: int
+    scheme: Scheme
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and its own word on whether it can run a layer."""
+
+    name: str
+    can_run: Callable[[Layer], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel chosen for a layer, and (name, sentence) for every one passed over before it."""
+
+    name: str
+    rejected: tuple[tuple[str, str], ...]
+
+
+def _triton(layer: Layer) -> str | None:
+    if layer.device.type != "cuda":
+        return f"Triton kernels run on CUDA; this layer is on {layer.device.type}"
+    return "weightpath 0.1 ships no Triton kernel; the torch kernel runs on this device"
+
+
+def _torch(layer: Layer) -> str | None:
+    if (
+        layer.scheme.bits == 8
+        and layer.scheme.symmetric
+        and layer.scheme.groups(layer.in_features) == 1
+    ):
+        return None
+    if layer.scheme.bits != 4:
+        return f"the torch kernels take 4-bit groups or int8 per channel, not {layer.scheme.name}"
+    if layer.in_features % 2:
+        return f"in_features {layer.in_features} is odd; 4-bit codes are packed in pairs"
+    return None
+
+
+KERNELS: tuple[Kernel, ...] = (Kernel("triton", _triton), Kernel("torch", _torch))
+
+
+def choose(layer: Layer, wanted: str | None = None) -> Choice:
+    """The first kernel that can run `layer`, or the one `wanted` by name.
+
+    Raises BadRequest for an unknown name, CannotRun with the kernel's own sentence when the
+    wanted one, or every one, declines.
+    """
+    names = [kernel.name for kernel in KERNELS]
+    if wanted is not None and wanted not in names:
+        raise BadRequest(f"backend '{wanted}': unknown; the backends are {', '.join(names)}")
+    rejected: list[tuple[str, str]] = []
+    for kernel in KERNELS:
+        if wanted is not None and kernel.name != wanted:
+            continue
+        reason = kernel.can_run(layer)
+        if reason is None:
+            return Choice(kernel.name, tuple(rejected))
+        rejected.append((kernel.name, reason))
+    raise CannotRun(
+        f"no kernel runs {layer.scheme.name} [{layer.out_features}, {layer.in_features}] on "
+        f"{layer.device}: " + "; ".join(f"{name}: {reason}" for name, reason in rejected)
+    )

@@ -1,0 +1,183 @@
+"""Put low-bit linears into a built model, switch their kernels, and count its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from weightpath.errors import BadRequest
+from weightpath.nn.int4_linear import Int4Linear
+from weightpath.nn.int8_linear import Int8Linear
+from weightpath.scheme import Scheme
+
+LowBitLinear = Int4Linear | Int8Linear
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What `quantize_model` replaced: name -> scheme; and what it left float, name -> why."""
+
+    replaced: dict[str, Scheme]
+    kept: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of persistent weights. matmul: what a decode step reads whole. embedding: tables of
+    which a step reads only the rows it looks up. rest: norms, biases, scales of nothing else."""
+
+    matmul: int
+    embedding: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.matmul + self.embedding + self.rest
+
+
+def low_bit_linears(model: nn.Module) -> Iterator[tuple[str, LowBitLinear]]:
+    """(name, module) of every low-bit linear in a model."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLinear):
+            yield name, module
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Set the submodule called `name` (dotted)."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def quantize_model(
+    model: nn.Module,
+    scheme: Scheme | str = "int8",
+    head: Scheme | str | None = "int8",
+    skip: Callable[[str], bool] | None = None,
+) -> Swapped:
+    """Replace every linear of `model` in place and say how many and which.
+
+    scheme: for all linears; one whose in_features the group does not divide becomes int8.
+    head: for the output head (None keeps it float). A head tied to the embedding gets its own
+    low-bit copy and the embedding keeps the original. skip(name) keeps a linear float.
+    """
+    scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    head_scheme = Scheme.parse(head) if isinstance(head, str) else head
+    head_module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    replaced: dict[str, Scheme] = {}
+    kept: dict[str, str] = {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        chosen = head_scheme if module is head_module else scheme
+        if chosen is None:
+            kept[name] = "the head was asked to stay float"
+            continue
+        if skip is not None and skip(name):
+            kept[name] = "named in skip"
+            continue
+        if chosen.bits != 8 and not chosen.divides(module.in_features):
+            chosen = Scheme(8)
+        low = _quantize(module, chosen, name)
+        low.train(module.training)
+        replace_module(model, name, low)
+        replaced[name] = chosen
+        if module is head_module and getattr(
+            getattr(model, "config", None), "tie_word_embeddings", False
+        ):
+            model.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    return Swapped(replaced, kept)
+
+
+def _quantize(linear: nn.Linear, scheme: Scheme, name: str) -> LowBitLinear:
+    if scheme.bits == 8 and scheme.symmetric and scheme.group_size == -1:
+        return Int8Linear.from_linear(linear, name)
+    if scheme.bits == 4:
+        return Int4Linear.from_linear(linear, scheme, name)
+    raise BadRequest(f"scheme {scheme.name}: modules take int8 per channel or 4-bit groups")
+
+
+def set_backend(model: nn.Module, backend: str | None) -> int:
+    """Use the kernel `backend` in every low-bit linear; returns how many. No codes are copied.
+
+    CannotRun, before anything is changed, if one of them cannot run it.
+    """
+    modules = [module for _, module in low_bit_linears(model)]
+    previous = [module.backend for module in modules]
+    try:
+        for module in modules:
+            module.set_backend(backend)
+    except Exception:
+        for module, old in zip(modules, previous, strict=True):
+            module.backend = old
+        raise
+    return len(modules)
+
+
+def weight_bytes(model: nn.Module, float_bytes: int | None = None) -> WeightBytes:
+    """Bytes of a model's persistent weights (parameters and saved buffers; no rotary tables).
+
+    float_bytes counts float tensors at that width (2 for a bf16 deployment of an fp32 model);
+    integer tensors and the scales of low-bit linears count as stored. A tied matrix counts once,
+    under matmul.
+    """
+    seen: set[int] = set()
+
+    def size(tensor: Tensor | None, as_stored: bool = False) -> int:
+        if tensor is None or id(tensor) in seen:
+            return 0
+        seen.add(id(tensor))
+        width = tensor.element_size()
+        if float_bytes is not None and tensor.is_floating_point() and not as_stored:
+            width = float_bytes
+        return tensor.numel() * width
+
+    matmul = embedding = rest = 0
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, LowBitLinear):
+            matmul += sum(size(buffer, as_stored=True) for buffer in module.buffers(recurse=False))
+        elif isinstance(module, nn.Linear):
+            matmul += size(module.weight)
+    for module in modules:
+        if isinstance(module, nn.Embedding):
+            embedding += size(module.weight)
+    for module in modules:
+        saved = set(dict(module.named_buffers(recurse=False))) - module._non_persistent_buffers_set
+        tensors: list[Tensor | None] = list(module._parameters.values())
+        tensors += [module._buffers[name] for name in saved]
+        rest += sum(size(tensor) for tensor in tensors)
+    return WeightBytes(matmul, embedding, rest)
+
+
+def explain(model: nn.Module) -> dict[str, dict[str, object]]:
+    """For every low-bit linear: its scheme, the kernel that runs it, and why not the others."""
+    report: dict[str, dict[str, object]] = {}
+    for name, module in low_bit_linears(model):
+        choice = module.kernel
+        report[name] = {
+            "scheme": module.scheme.name,
+            "kernel": choice.name,
+            "rejected": [list(row) for row in choice.rejected],
+        }
+    return report
+
+
+def set_activation_bits(model: nn.Module, bits: int) -> int:
+    """Run every 4-bit linear with activations of `bits` (8 or 16); returns how many."""
+    count = 0
+    for _, module in low_bit_linears(model):
+        if isinstance(module, Int4Linear):
+            module.scheme = module.scheme.with_activations(bits)
+            count += 1
+    return count
+
+
+__all__ = [
+    "Int4Linear", "Int8Linear", "LowBitLinear", "Swapped", "WeightBytes", "explain", "low_bit_linears",
+    "quantize_model", "replace_module", "set_activation_bits", "set_backend", "weight_bytes",
+]  # fmt: skip

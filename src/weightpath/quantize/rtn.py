@@ -1,0 +1,146 @@
+"""Round-to-nearest in groups, with a search of the clipping range by squared error.
+
+Per group of G weights the range [lo, hi] always contains zero. Symmetric: codes 0..2**b-1 with
+the zero at the midpoint. Asymmetric: an integer zero point.
+
+    scale = range / (2**b - 1)      code = clamp(round(w / scale) + zero, 0, 2**b - 1)
+
+The range that keeps every weight is rarely the best: shrinking it clips the few largest weights
+and makes every other step finer. A grid of shrink factors is tried (for asymmetric groups each
+end shrinks on its own), and the winner is polished by alternating the least-squares scale for its
+codes with the nearest codes for that scale. The scale is rounded to its stored type *before* codes
+are chosen, so codes make up for the rounding. Every candidate's error is that of the stored form.
+
+Shapes: weight [N, K] float; codes uint8 [N, K]; scales [N, nG] in `scale_dtype`; zeros int16
+[N, nG] or None. Work proceeds in blocks of rows so that temporaries stay near the caches.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from weightpath.quantize.stats import QuantizeStats, not_a_matrix, require_finite, row_blocks
+from weightpath.qweight import QWeight
+from weightpath.scheme import Scheme
+
+SHRINK_SYMMETRIC = tuple(1.0 - 0.03 * step for step in range(17))
+SHRINK_ASYMMETRIC = tuple(product((1.0, 0.92, 0.84, 0.76, 0.68), repeat=2))
+POLISH_ROUNDS = 3
+
+
+def quantize_rtn(
+    weight: Tensor,
+    scheme: Scheme,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    search: bool = True,
+    name: str = "weight",
+) -> tuple[QWeight, QuantizeStats]:
+    """Quantize a float weight [N, K] and say what that did.
+
+    search=False keeps the whole range of every group (min-max). Raises BadTensor on NaN or Inf,
+    naming the index, and BadRequest when the group size does not divide K.
+    """
+    if weight.ndim != 2:
+        raise not_a_matrix(weight, name)
+    n, k = weight.shape
+    groups = scheme.groups(k)
+    codes = torch.empty((n, k), dtype=torch.uint8)
+    scales = torch.empty((n, groups), dtype=scale_dtype)
+    zeros = None if scheme.symmetric else torch.empty((n, groups), dtype=torch.int16)
+    stats = QuantizeStats()
+    for start, stop in row_blocks(n, k):
+        require_finite(weight[start:stop], name, start)
+        block = weight[start:stop].detach().float().reshape(-1, k // groups)
+        chosen = _quantize_groups(block, scheme, scale_dtype, search)
+        codes[start:stop] = chosen.codes.view(stop - start, k)
+        scales[start:stop] = chosen.scale.view(stop - start, groups)
+        if zeros is not None:
+            zeros[start:stop] = chosen.zero.view(stop - start, groups).to(torch.int16)
+        stats += chosen.stats
+    return QWeight(scheme, codes, scales, zeros), stats
+
+
+class _Best:
+    """The best codes so far for a block of groups [B, G], and the error of each group."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> None:
+        self.weight, self.scheme, self.scale_dtype = weight, scheme, scale_dtype
+        self.error = torch.full((weight.shape[0], 1), torch.inf)
+        self.scale = torch.ones_like(self.error)
+        self.zero = torch.full_like(self.error, float(scheme.midpoint))
+        self.limits = torch.finfo(scale_dtype)
+        self.stats = QuantizeStats()
+
+    def stored(self, scale: Tensor) -> Tensor:
+        """The scale as its stored type holds it, never zero, subnormal or infinite."""
+        return scale.clamp(self.limits.tiny, self.limits.max).to(self.scale_dtype).float()
+
+    def codes_for(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Nearest codes, as floats [B, G]."""
+        return torch.round(self.weight / scale).add_(zero).clamp_(0, self.scheme.top_code)
+
+    def offer(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Keep (scale, zero) for the groups where it beats what is kept; returns its codes."""
+        scale = self.stored(scale)
+        codes = self.codes_for(scale, zero)
+        error = codes.sub(zero).mul_(scale).sub_(self.weight).square_().sum(1, keepdim=True)
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+        return codes
+
+    def finish(self, raw_scale: Tensor, empty: Tensor) -> _Best:
+        """Final codes; groups of zeros get scale 1 and the code of zero. Counts what was mended."""
+        self.scale = torch.where(empty, torch.ones_like(self.scale), self.scale)
+        codes = self.codes_for(self.scale, self.zero)
+        final = codes.sub(self.zero).mul_(self.scale).sub_(self.weight)
+        self.codes = codes.to(torch.uint8)
+        self.stats = QuantizeStats(
+            weights=self.weight.numel(),
+            groups=self.weight.shape[0],
+            squared_error=float(final.square().sum(dtype=torch.float64)),
+            squared_weight=float(self.weight.square().sum(dtype=torch.float64)),
+            zero_groups=int(empty.sum()),
+            raised_scales=int(((raw_scale < self.limits.tiny) & ~empty).sum()),
+            lowered_scales=int((raw_scale > self.limits.max).sum()),
+        )
+        return self
+
+
+def _quantize_groups(
+    weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype, search: bool
+) -> _Best:
+    """Scale, zero and codes for a block of groups [B, G]."""
+    best = _Best(weight, scheme, scale_dtype)
+    low = weight.amin(1, keepdim=True).clamp_max_(0)
+    high = weight.amax(1, keepdim=True).clamp_min_(0)
+    if scheme.symmetric:
+        raw = torch.maximum(low.neg(), high).mul_(2 / scheme.top_code)
+        zero = torch.full_like(raw, float(scheme.midpoint))
+        for shrink in SHRINK_SYMMETRIC if search else (1.0,):
+            best.offer(raw * shrink, zero)
+    else:
+        raw = (high - low).div_(scheme.top_code)
+        for shrink_low, shrink_high in SHRINK_ASYMMETRIC if search else ((1.0, 1.0),):
+            scale = best.stored((high * shrink_high - low * shrink_low) / scheme.top_code)
+            zero = torch.round(-low * shrink_low / scale).clamp_(0, scheme.top_code)
+            best.offer(scale, zero)
+    if search:
+        for _ in range(POLISH_ROUNDS):
+            _polish(best)
+    return best.finish(raw, (low == 0) & (high == 0))
+
+
+def _polish(best: _Best) -> None:
+    """Least-squares scale for the kept codes; for asymmetric groups the zero point too."""
+    shifted = best.codes_for(best.scale, best.zero).sub_(best.zero)
+    power = shifted.square().sum(1, keepdim=True)
+    scale = (shifted * best.weight).sum(1, keepdim=True) / power.clamp_min(1e-30)
+    best.offer(torch.where((power > 0) & (scale > 0), scale, best.scale), best.zero)
+    if not best.scheme.symmetric:
+        for move in (-1.0, 1.0):
+            best.offer(best.scale, (best.zero + move).clamp(0, best.scheme.top_code))
