@@ -16,6 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# The room of the same name binds itself here when it is first imported, and would take the place
+# of the function below. Imported now (it is empty), it does so before the function is defined.
+import weightpath.quantize  # noqa: F401
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 

@@ -86,55 +86,95 @@ class QWeight:
             total += self.g_idx.numel() * 32
         return total
 
+    def zeros_as_codes(self, name: str) -> Tensor | None:
+        """Zeros as uint8 [N, nG], for a store of fields of `bits`; None where there are none.
+
+        BadTensor where one does not fit: stored, it would spill into its neighbours.
+        """
+        if self.zeros is None:
+            return None
+        low, high = int(self.zeros.min()), int(self.zeros.max())
+        if low < 0 or high > self.scheme.top_code:
+            raise BadTensor(
+                name,
+                f"zeros are {low}..{high}, {self.scheme.bits} bits hold 0..{self.scheme.top_code}",
+                "requantize it, or store it in a format that holds them",
+            )
+        return self.zeros.to(torch.uint8)
+
     def check(self, name: str) -> QWeight:
         """Itself, if shapes, ranges and scales are sound; else BadTensor with the numbers."""
-        n, k = self.codes.shape
-        groups = self.scales.shape[-1]
-        if self.codes.dtype != torch.uint8:
+        if self.codes.dtype != torch.uint8 or self.codes.ndim != 2 or not self.codes.numel():
             raise BadTensor(
                 name,
-                f"codes are {self.codes.dtype}, wanted torch.uint8",
-                "convert them to unsigned codes",
+                f"codes are {self.codes.dtype} {tuple(self.codes.shape)}, wanted torch.uint8 [N, K]",
+                "convert them to unsigned codes, a row for every output",
             )
-        wanted = (n, groups if self.g_idx is not None else self.scheme.groups(k))
-        if tuple(self.scales.shape) != wanted:
+        n, k = self.codes.shape
+        if self.g_idx is None and not self.scheme.divides(k):
             raise BadTensor(
                 name,
-                f"scales have shape {tuple(self.scales.shape)}, wanted {wanted}",
+                f"in_features {k} is not a multiple of group size {self.scheme.group_size}",
                 "check group_size in the checkpoint's quantization config",
             )
-        for part, values in (("zeros", self.zeros), ("minimums", self.minimums)):
-            if values is not None and tuple(values.shape) != wanted:
-                raise BadTensor(
-                    name,
-                    f"{part} have shape {tuple(values.shape)}, wanted {wanted}",
-                    "check group_size in the checkpoint's quantization config",
-                )
-        if self.zeros is not None and self.minimums is not None:
-            raise BadTensor(
-                name, "both integer zeros and float minimums are given", "keep one of them"
-            )
-        if self.g_idx is not None and (
-            self.g_idx.shape != (k,) or int(self.g_idx.min()) < 0 or int(self.g_idx.max()) >= groups
-        ):
-            raise BadTensor(
-                name,
-                f"g_idx has shape {tuple(self.g_idx.shape)} and range {int(self.g_idx.min())}.."
-                f"{int(self.g_idx.max())}, wanted ({k},) within 0..{groups - 1}",
-                "the file is damaged: fetch it again",
-            )
-        if k and n and int(self.codes.max()) > self.scheme.top_code:
+        groups = self.scales.shape[-1] if self.scales.ndim else 0
+        wanted = (n, groups if self.g_idx is not None else self.scheme.groups(k))
+        self._check_parts(name, wanted)
+        if self.g_idx is not None:
+            self._check_order(name, groups)
+        if int(self.codes.max()) > self.scheme.top_code:
             raise BadTensor(
                 name,
                 f"code {int(self.codes.max())} exceeds {self.scheme.top_code}",
                 "the file is damaged: fetch it again",
             )
-        for part, values in (("scale", self.scales), ("minimum", self.minimums)):
-            if values is not None and not bool(torch.isfinite(values).all()):
+        return self
+
+    def _check_parts(self, name: str, wanted: tuple[int, int]) -> None:
+        """Scales, zeros and minimums: shape [N, nG], dtype, and no NaN or Inf."""
+        mend = "check group_size in the checkpoint's quantization config"
+        for part, values in (
+            ("scales", self.scales),
+            ("zeros", self.zeros),
+            ("minimums", self.minimums),
+        ):
+            if values is None:
+                continue
+            if tuple(values.shape) != wanted or 0 in wanted:
+                raise BadTensor(
+                    name, f"{part} have shape {tuple(values.shape)}, wanted {wanted}", mend
+                )
+            if values.is_floating_point() != (part != "zeros"):
+                kind = "integers" if part == "zeros" else "floats"
+                raise BadTensor(name, f"{part} are {values.dtype}, wanted {kind}",
+                                "the file is damaged: fetch it again")  # fmt: skip
+            if part != "zeros" and not bool(torch.isfinite(values).all()):
                 row, group = (~torch.isfinite(values)).nonzero()[0].tolist()
                 raise BadTensor(
                     name,
-                    f"{part} [{row}, {group}] is {float(values[row, group])}",
+                    f"{part.removesuffix('s')} [{row}, {group}] is {float(values[row, group])}",
                     "the checkpoint is damaged: quantize or fetch it again",
                 )
-        return self
+        if self.zeros is not None and self.minimums is not None:
+            raise BadTensor(
+                name, "both integer zeros and float minimums are given", "keep one of them"
+            )
+        if self.scheme.symmetric != (self.zeros is None and self.minimums is None):
+            has = "zeros or minimums" if self.scheme.symmetric else "neither zeros nor minimums"
+            raise BadTensor(
+                name, f"scheme {self.scheme.name} has {has}", "state the scheme that the parts have"
+            )
+
+    def _check_order(self, name: str, groups: int) -> None:
+        order = self.g_idx
+        assert order is not None
+        k = self.in_features
+        sound = order.shape == (k,) and not order.is_floating_point()
+        found = f"range {int(order.min())}..{int(order.max())}" if sound else f"{order.dtype}"
+        if not sound or int(order.min()) < 0 or int(order.max()) >= groups:
+            raise BadTensor(
+                name,
+                f"g_idx has shape {tuple(order.shape)} and {found}, wanted ({k},) within "
+                f"0..{groups - 1}",
+                "the file is damaged: fetch it again",
+            )

@@ -3,17 +3,33 @@
     python transformers_logits.py CHECKPOINT TOKENS.json OUT.safetensors [--dtype float32] [--dequantize]
 
 TOKENS.json is a list of token id lists. OUT gets `logits.0`, `logits.1`, ... fp32 [T, V], one for
-each list, every position. Prints one JSON object: the versions used and how the weights were read.
-Without --dequantize the packed tensors are loaded as they are and decompressed at the first forward
+each list, every position. Prints one JSON object: the versions used, how the weights were read, and
+the sha256 of every linear layer's decompressed weight (its bytes, row by row, in --dtype). Without --dequantize the packed tensors are loaded as they are and decompressed at the first forward
 pass; with it each is decompressed as it is read. Run by this project's python or by a peer's.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 from importlib.metadata import version
+from typing import Any
+
+
+def weight_hashes(model: Any) -> dict[str, str]:
+    """sha256 of the weight of every linear layer but the head, by the layer's name."""
+    import torch
+
+    head = model.get_output_embeddings()
+    return {
+        name: hashlib.sha256(
+            module.weight.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
 
 
 def main() -> None:
@@ -54,6 +70,7 @@ def main() -> None:
                 "torch": version("torch"),
                 "dtype": options.dtype,
                 "dequantize": options.dequantize,
+                "weights": weight_hashes(model),
             }
         )
     )

@@ -51,7 +51,7 @@ def main(checkpoint: str, prompts_file: str, max_tokens: int) -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else writes to stdout
     os.environ.update(SETTINGS)
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     with open(prompts_file, encoding="utf-8") as file:
         prompts = json.load(file)

@@ -45,7 +45,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [R, W] to the first `count` codes of each row, uint8 [R, count]."""
+    """int32 [R, W] to the first `count` codes of each row, uint8 [R, count].
+
+    Whole 8-bit rows are the words' own bytes: a view, to be read only.
+    """
     rows = packed.shape[0]
     # Flattened first: a one-column tensor counts as contiguous whatever its stride, and .view
     # to another width then refuses it.

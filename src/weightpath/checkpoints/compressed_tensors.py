@@ -7,6 +7,8 @@ For a linear called NAME with weight [N, K], b bits and nG groups a row:
     NAME.weight_shape       int64 [2]                  N, K
     NAME.weight_zero_point  int32 [ceil(N*b/32), nG]   asymmetric only; zeros along N, unsigned
 
+Reading these, and int-quantized, is in compressed_tensors_read.py.
+
 config.json carries `quantization_config`: groups of targets (class name, exact module name, or
 `re:` pattern) with their scheme, and an `ignore` list. Source: the compressed-tensors package,
 versions 0.15 to 0.20 (pack_quantized compressor, QuantizationConfig).
@@ -15,20 +17,26 @@ versions 0.15 to 0.20 (pack_quantized compressor, QuantizationConfig).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightpath.checkpoints import bitpack
+from weightpath.checkpoints.compressed_tensors_read import from_tensors as from_tensors
 from weightpath.checkpoints.writer import Planned
 from weightpath.errors import BadCheckpoint, BadTensor
 from weightpath.qweight import QWeight
 from weightpath.scheme import PER_CHANNEL, Scheme
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
+INT_FORMATS = ("int-quantized", "naive-quantized")
+"""Formats whose integer weights are int8 [N, K] under the name `weight`."""
+_AGAIN = "the config is damaged: fetch config.json again"
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+INT_SUFFIXES = ("weight", "weight_scale", "weight_zero_point")
+"""Parts of a linear in one of INT_FORMATS, which from_tensors reads too."""
 
 
 def planned(
@@ -52,68 +60,26 @@ def planned(
 
 
 def to_tensors(name: str, qweight: QWeight) -> dict[str, Tensor]:
-    """A QWeight as the tensors above. BadTensor for float minimums or a column order."""
+    """A QWeight as the tensors above.
+
+    BadTensor for float minimums, a column order, and codes or zeros that do not fit their bits.
+    """
     if qweight.minimums is not None or qweight.g_idx is not None:
         what = "float minimums" if qweight.minimums is not None else "a column order"
         raise BadTensor(
             name, f"{what} cannot be stored as {FORMAT}", "requantize it to integer zero points"
         )
-    bits = qweight.scheme.bits
+    qweight.check(name)
+    bits, zeros = qweight.scheme.bits, qweight.zeros_as_codes(name)
     tensors = {
         f"{name}.weight_packed": bitpack.pack(qweight.codes, bits),
         f"{name}.weight_scale": qweight.scales.contiguous(),
         f"{name}.weight_shape": torch.tensor(qweight.codes.shape, dtype=torch.int64),
     }
-    if qweight.zeros is not None:
-        columns = qweight.zeros.to(torch.uint8).t().contiguous()
-        tensors[f"{name}.weight_zero_point"] = bitpack.pack(columns, bits).t().contiguous()
+    if zeros is not None:
+        columns = bitpack.pack(zeros.t().contiguous(), bits)
+        tensors[f"{name}.weight_zero_point"] = columns.t().contiguous()
     return tensors
-
-
-def from_tensors(name: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> QWeight:
-    """A QWeight from the tensors above (keys are the bare suffixes), checked.
-
-    BadTensor names what is missing or does not fit, with the numbers.
-    """
-    for suffix in SUFFIXES[:2] if scheme.symmetric else (*SUFFIXES[:2], "weight_zero_point"):
-        if suffix not in tensors:
-            raise BadTensor(f"{name}.{suffix}", "is missing", "fetch the checkpoint again")
-    packed, scales = tensors["weight_packed"], tensors["weight_scale"]
-    if packed.dtype != torch.int32 or packed.ndim != 2:
-        raise BadTensor(f"{name}.weight_packed", f"is {packed.dtype} {tuple(packed.shape)}, wanted int32 [N, words]",
-                        "only pack-quantized linears are read")  # fmt: skip
-    per_word = 32 // scheme.bits
-    n, k = packed.shape[0], packed.shape[1] * per_word
-    if "weight_shape" in tensors:
-        stated = tensors["weight_shape"].reshape(-1).tolist()
-        if len(stated) != 2:
-            raise BadTensor(
-                f"{name}.weight_shape",
-                f"holds {len(stated)} numbers, wanted 2",
-                "fetch the checkpoint again",
-            )
-        n, k = int(stated[0]), int(stated[1])
-    if packed.shape[0] != n or packed.shape[1] != bitpack.words(k, scheme.bits):
-        raise BadTensor(
-            f"{name}.weight_packed",
-            f"has shape {tuple(packed.shape)}, [{n}, {k}] at {scheme.bits} bits wants ({n}, {bitpack.words(k, scheme.bits)})",
-            "the bits in config.json do not match the file",
-        )
-    zeros = None
-    if not scheme.symmetric:
-        stored, groups = tensors["weight_zero_point"], scales.shape[-1]
-        wanted = (bitpack.words(n, scheme.bits), groups)
-        if tuple(stored.shape) != wanted or stored.dtype != torch.int32:
-            raise BadTensor(f"{name}.weight_zero_point", f"is {stored.dtype} {tuple(stored.shape)}, wanted int32 {wanted}",
-                            "fetch the checkpoint again")  # fmt: skip
-        zeros = (
-            bitpack.unpack(stored.t().contiguous(), scheme.bits, n).t().contiguous().to(torch.int16)
-        )
-    g_idx = tensors.get("weight_g_idx")
-    if g_idx is not None and bool((g_idx < 0).any()):
-        g_idx = None
-    codes = bitpack.unpack(packed, scheme.bits, k)
-    return QWeight(scheme, codes, scales, zeros, g_idx=g_idx).check(name)
 
 
 def quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) -> dict[str, Any]:
@@ -160,50 +126,89 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
 def scheme_finder(config: Mapping[str, Any], where: str) -> Callable[[str], Scheme | None]:
     """From a quantization_config, the function module name -> Scheme, or None where ignored.
 
-    An exact name or pattern wins over the class name `Linear`. BadCheckpoint names a format,
-    a type or a strategy that is not integer groups or channels.
+    As the package does: an exact name wins over a pattern, a pattern over the class name `Linear`;
+    of several patterns the first in the alphabet. BadCheckpoint names a format, a type or a
+    strategy that is not integer groups or channels, and a config that is not one.
     """
-    if config.get("format", FORMAT) not in (FORMAT, "mixed-precision"):
-        raise BadCheckpoint(where, f"compressed-tensors format '{config.get('format')}' is not read",
-                            f"this version reads {FORMAT}")  # fmt: skip
-    ignore = list(config.get("ignore") or [])
-    named: list[tuple[Sequence[str], Scheme]] = []
-    for label, group in (config.get("config_groups") or {}).items():
-        named.append((group.get("targets") or [], _scheme_of(group, f"{where}: {label}")))
+    form = config.get("format", FORMAT)
+    if form not in (FORMAT, *INT_FORMATS, "mixed-precision"):
+        raise BadCheckpoint(where, f"compressed-tensors format '{form}' is not read",
+                            f"this version reads {FORMAT} and {INT_FORMATS[0]}")  # fmt: skip
+    ignore = _targets(config.get("ignore") or [], f"{where}: ignore")
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise BadCheckpoint(
+            where, f"config_groups is a {type(groups).__name__}, wanted an object", _AGAIN
+        )
+    schemes: dict[str, Scheme] = {}
+    for label, group in groups.items():
+        place = f"{where}: {label}"
+        if not isinstance(group, Mapping):
+            raise BadCheckpoint(place, f"is a {type(group).__name__}, wanted an object", _AGAIN)
+        if group.get("weights") is None:  # activations alone, of an attention say
+            continue
+        scheme = _scheme_of(group, place, (group.get("format") or form) in INT_FORMATS)
+        schemes |= dict.fromkeys(_targets(group.get("targets") or [], place), scheme)
+    ordered = sorted(schemes, key=lambda target: (target.startswith("re:"), target))
 
     def find(name: str) -> Scheme | None:
-        if any(_matches(target, name) for target in ignore):
+        if any(_matches(target, name) or target == "Linear" for target in ignore):
             return None
-        for targets, scheme in named:
-            if any(_matches(target, name) for target in targets):
-                return scheme
-        return next((scheme for targets, scheme in named if "Linear" in targets), None)
+        for target in ordered:
+            if _matches(target, name):
+                return schemes[target]
+        return schemes.get("Linear")
 
     return find
+
+
+def _targets(values: Any, where: str) -> list[str]:
+    """A list of names and `re:` patterns, checked."""
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise BadCheckpoint(where, f"targets are {values!r:.60}, wanted a list of names", _AGAIN)
+    for value in values:
+        try:
+            re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
+        except re.error as error:
+            raise BadCheckpoint(where, f"pattern {value!r:.60}: {error}", _AGAIN) from None
+    return values
 
 
 def _matches(target: str, name: str) -> bool:
     return bool(re.match(target[3:], name)) if target.startswith("re:") else target == name
 
 
-def _scheme_of(group: Mapping[str, Any], where: str) -> Scheme:
-    weights = group.get("weights") or {}
+def _scheme_of(group: Mapping[str, Any], where: str, unpacked: bool) -> Scheme:
+    """A group's scheme. unpacked: stored as int8, where one scale for all is read as one a row."""
+    weights = group["weights"]
+    if not isinstance(weights, Mapping):
+        raise BadCheckpoint(
+            where, f"weights is a {type(weights).__name__}, wanted an object", _AGAIN
+        )
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
-    size = weights.get("group_size")
+    bits, size = weights.get("num_bits", 8), weights.get("group_size")
+    if any(type(value) not in (int, type(None)) for value in (bits, size)) or bits is None:
+        raise BadCheckpoint(
+            where, f"num_bits {bits!r:.20}, group_size {size!r:.20}", "whole numbers are needed"
+        )
     if strategy is None:
         strategy = "group" if size and size > 0 else "channel"
+    if unpacked and strategy == "tensor":
+        strategy = "channel"
     if kind != "int" or strategy not in ("group", "channel"):
         raise BadCheckpoint(
             where,
             f"weights of type {kind}, strategy {strategy}",
             "integer groups or channels are read",
         )
-    if strategy == "group" and (not isinstance(size, int) or size < 1):
+    if strategy == "group" and (size is None or size < 1):
         raise BadCheckpoint(
             where, f"strategy group with group_size {size}", "a positive group size is needed"
         )
+    if not 2 <= bits <= 8:
+        raise BadCheckpoint(where, f"weights of {bits} bits", "2 to 8 bits are read")
     return Scheme(
-        bits=weights.get("num_bits", 8),
-        group_size=int(size) if strategy == "group" and size else PER_CHANNEL,
+        bits=bits,
+        group_size=size if strategy == "group" and size else PER_CHANNEL,
         symmetric=bool(weights.get("symmetric", True)),
     )

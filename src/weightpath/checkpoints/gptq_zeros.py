@@ -101,20 +101,23 @@ def zero_points(
 
 
 def count_zeros(
-    words: Tensor, settings: GptqSettings, out_features: int | None = None
+    words: Tensor, settings: GptqSettings, out_features: int | None = None, name: str = "qzeros"
 ) -> ZeroCounts:
-    """The counts of one qzeros [nG, words], of N = out_features fields a row (default: all)."""
+    """The counts of one qzeros [nG, words], of N = out_features fields a row (default: all).
+
+    BadTensor under `name` where it is not such a tensor.
+    """
     bits, lanes = settings.bits, word_bits(words) // settings.bits
     allowed = WORD_DTYPES if bits in WHOLE_BITS else WORD_DTYPES[:1]
     if words.ndim != 2 or not words.numel() or words.dtype not in allowed:
         raise BadTensor(
-            "qzeros",
+            name,
             f"is {words.dtype} {tuple(words.shape)}, wanted {allowed[0]} [groups, words]",
             "fetch the checkpoint again",
         )
     if settings.planar and words.shape[1] % bits:
         raise BadTensor(
-            "qzeros",
+            name,
             f"has {words.shape[1]} words a row, planes of {bits} bits come {bits} at a time",
             "check the bits in the checkpoint's quantization config",
         )
@@ -185,8 +188,8 @@ def zero_convention(
         how += f"; {total.ones} fields of all ones are zero points of 0, read {way}"
         if total.overrun and not total.clean and not by_word:
             against.append(
-                f"{total.overrun} words of qzeros end in fields of all ones and none has one before "
-                "another value, as AutoGPTQ leaves words after a zero of 0: some are lost"
+                f"{total.overrun} words of qzeros end in fields of all ones and none has one "
+                "before another value, as AutoGPTQ leaves words after a zero of 0: some are lost"
             )
     return ZeroConvention(found, how, "; ".join(against) or None)
 

@@ -6,7 +6,6 @@ needed to read the weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from weightpath.checkpoints import compressed_tensors
-from weightpath.checkpoints.shards import TensorInfo
+from weightpath.checkpoints.shards import TensorInfo, read_json
 from weightpath.checkpoints.store import SafetensorsCheckpoint, open_checkpoint, quantization_method
 from weightpath.errors import BadCheckpoint
 from weightpath.qweight import QWeight
@@ -48,7 +47,7 @@ class LowBitCheckpoint:
                                     "the config is another checkpoint's: fetch it again")  # fmt: skip
             self.linears[module] = scheme
         path = Path(self.where) / MANIFEST
-        self.manifest: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        self.manifest: dict[str, Any] = read_json(path) if path.is_file() else {}
 
     @property
     def companions(self) -> tuple[Path, ...]:

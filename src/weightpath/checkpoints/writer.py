@@ -4,7 +4,8 @@ Every output tensor's name, dtype and shape is known before the work starts, so 
 and every tensor's offset are fixed at once. The shards are laid out in `<folder>.partial`, a unit's
 tensors are written at their offsets, and only then does a line with their checksums go into a
 journal. A run that finds a journal of the same job checks those sums, keeps what holds, and does
-the rest: the bytes are the same as from one run. At the end the folder is renamed into place.
+the rest: the bytes are the same as from one run. At the end the folder is renamed into place. One
+process writes at a time, under a lock, and what is not of this job is never removed.
 """
 
 from __future__ import annotations
@@ -13,63 +14,29 @@ import fcntl
 import json
 import os
 import shutil
-import struct
+import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightpath.checkpoints.shard_layout import Planned, Unit, assign, header
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 
 SHARD_BYTES = 4 << 30
+READ_BYTES = 16 << 20
+_REPORT = "report this: the plan is inconsistent"
 JOURNAL, LOCK = "journal.jsonl", "lock"
-
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A tensor to be written: its name, dtype and shape."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Tensors that are finished together (a linear's codes, scales and zeros)."""
-
-    key: str
-    tensors: tuple[Planned, ...]
-
-
-@dataclass(frozen=True)
-class _Place:
-    shard: str
-    offset: int
-    planned: Planned
 
 
 class CheckpointWriter:
     """Writes the units of one job into `folder`; use as a context manager.
 
-    folder: where the checkpoint will stand; it must not exist unless overwrite. job: what is being
+    folder: where the checkpoint will stand; it must not exist unless overwrite, which replaces a
+    folder of files as a whole and refuses one that has folders in it. job: what is being
     made, as JSON (source fingerprint, options): a partial folder of another job is refused unless
     overwrite. `finished` maps the key of every unit already there to the note kept with it.
     """
@@ -82,24 +49,27 @@ class CheckpointWriter:
         overwrite: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).resolve()
         self.partial = self.folder.with_name(self.folder.name + ".partial")
         self.units = {unit.key: unit for unit in units}
+        for what, names in (
+            ("unit", [unit.key for unit in units]),
+            ("tensor", [planned.name for unit in units for planned in unit.tensors]),
+        ):
+            if len(set(names)) != len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise BadTensor(twice, f"would be written twice as a {what}", _REPORT)
         self.job = json.dumps(
             {"job": job, "units": [_describe(unit) for unit in units]}, sort_keys=True
         )
         self.overwrite = overwrite
-        self.shards = _assign(units, shard_bytes)
+        self.shards = assign(units, shard_bytes)
         self.places = {
             place.planned.name: place for places in self.shards.values() for place in places
         }
-        if len(self.places) != sum(len(unit.tensors) for unit in units):
-            names = [planned.name for unit in units for planned in unit.tensors]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise BadTensor(
-                twice, "would be written twice", "report this: the plan is inconsistent"
-            )
         self.finished: dict[str, Any] = {}
+        self.files: dict[str, int] = {}
+        self.journal = self.lock = -1
 
     @property
     def total_bytes(self) -> int:
@@ -107,11 +77,15 @@ class CheckpointWriter:
         return sum(place.planned.nbytes for place in self.places.values())
 
     def __enter__(self) -> CheckpointWriter:
-        if self.folder.exists() and not self.overwrite:
-            raise BadRequest(
-                f"{self.folder} exists already; name another folder, or pass --overwrite"
-            )
-        self._open_partial()
+        self._require_place("name another folder, or pass --overwrite")
+        try:
+            self._open_partial()
+        except OSError as error:
+            self._give_up()
+            raise self._disk(error) from None
+        except BaseException:
+            self._give_up()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,30 +93,42 @@ class CheckpointWriter:
         self._close()
 
     def write(self, key: str, tensors: Mapping[str, Tensor], note: Any = None) -> None:
-        """Write a unit's tensors and record it as finished, with a JSON note."""
+        """Write a unit's tensors and record it as finished, with a JSON note.
+
+        BadCheckpoint where the disk refuses; what was finished before stays.
+        """
         unit = self.units[key]
         if set(tensors) != {planned.name for planned in unit.tensors}:
-            raise BadTensor(key, f"was to become {[p.name for p in unit.tensors]}, got {sorted(tensors)}",
-                            "report this: the plan is inconsistent")  # fmt: skip
+            raise BadTensor(
+                key,
+                f"was to become {[p.name for p in unit.tensors]}, got {sorted(tensors)}",
+                _REPORT,
+            )
         sums: dict[str, int] = {}
-        for planned in unit.tensors:
-            data = _bytes(tensors[planned.name], planned)
-            place = self.places[planned.name]
-            _write_at(self.files[place.shard], place.offset, data)
-            sums[planned.name] = zlib.crc32(data)
-        self._append({"unit": key, "crc32": sums, "note": note})
-        self.finished[key] = note
+        entry = {"unit": key, "crc32": sums, "note": note}
+        try:
+            for planned in unit.tensors:
+                data = _bytes(tensors[planned.name], planned)
+                place = self.places[planned.name]
+                _write_at(self.files[place.shard], place.offset, data)
+                sums[planned.name] = zlib.crc32(data)
+            _write_all(self.journal, (json.dumps(entry, sort_keys=True) + "\n").encode())
+        except OSError as error:
+            raise self._disk(error) from None
+        self.finished[key] = json.loads(json.dumps(note))  # as a resumed run will read it
 
     def finish(self, files: Mapping[str, str | bytes | Path]) -> None:
         """Write the index and `files` (name -> content, or a file to copy) and move into place.
 
-        BadTensor naming the first unit that was never written.
+        BadTensor naming the first unit that was never written; BadRequest where a folder has
+        appeared in its place.
         """
         missing = [key for key in self.units if key not in self.finished]
         if missing:
             raise BadTensor(
                 missing[0], f"was planned but not written ({len(missing)} such)", "run it again"
             )
+        self._require_place("move it away and run it again: what is finished is kept")
         extra: dict[str, str | bytes | Path] = dict(files)
         if len(self.shards) > 1:
             weight_map = {name: place.shard for name, place in self.places.items()}
@@ -151,103 +137,147 @@ class CheckpointWriter:
                 "weight_map": dict(sorted(weight_map.items())),
             }
             extra["model.safetensors.index.json"] = json.dumps(index, indent=2) + "\n"
-        for name, content in extra.items():
-            target = self.partial / name
-            if isinstance(content, Path):
-                shutil.copyfile(content, target)
-            else:
-                target.write_bytes(content.encode() if isinstance(content, str) else content)
-        for handle in self.files.values():
-            os.fsync(handle)
-        for name in os.listdir(self.partial):
-            if name in (JOURNAL, LOCK) or (name not in extra and name not in self.shards):
-                (self.partial / name).unlink()
-        old = self.folder.with_name(self.folder.name + ".old")
-        if self.folder.exists():
-            os.rename(self.folder, old)
-        os.rename(self.partial, self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            for name, content in extra.items():
+                target = self.partial / name
+                if isinstance(content, Path):
+                    shutil.copyfile(content, target)
+                else:
+                    target.write_bytes(content.encode() if isinstance(content, str) else content)
+            for handle in self.files.values():
+                os.fsync(handle)
+            _remove(self.partial, keep={JOURNAL, LOCK, *extra, *self.shards})
+            self._move_into_place()
+        except OSError as error:
+            raise self._disk(error) from None
         self._close()
 
+    def _move_into_place(self) -> None:
+        """Rename, with the journal still there: a kill before it loses nothing. A folder that is
+        replaced lies beside it, hidden, until the new one stands."""
+        aside: Path | None = None
+        if self.folder.exists():
+            aside = Path(
+                tempfile.mkdtemp(prefix=f".{self.folder.name}.replaced-", dir=self.folder.parent)
+            )
+            os.rename(self.folder, aside / self.folder.name)
+        os.rename(self.partial, self.folder)
+        for name in (JOURNAL, LOCK):
+            (self.folder / name).unlink()
+        if aside is not None:
+            shutil.rmtree(aside)
+
+    def _require_place(self, mend: str) -> None:
+        """BadRequest where the folder exists and was not asked to be replaced, or holds folders,
+        which no checkpoint of ours does."""
+        if not self.folder.exists():
+            return
+        if not self.overwrite:
+            raise BadRequest(f"{self.folder} exists already; {mend}")
+        inner = [path.name for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []  # fmt: skip
+        if inner:
+            raise BadRequest(
+                f"{self.folder} has a folder in it ({inner[0]}), which overwriting would delete; "
+                "remove it yourself, or name another folder"
+            )
+
     def _open_partial(self) -> None:
-        self.partial.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.mkdir(exist_ok=True)
-        self.lock = os.open(self.partial / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.partial / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self.lock)
+            os.close(lock)
             raise BadRequest(
                 f"{self.partial}: another process is writing here; wait for it, or name another folder"
             ) from None
-        self.files: dict[str, int] = {}
-        try:
-            lines = self._read_journal()
-            self._check_room(bool(lines))
-            for shard, places in self.shards.items():
-                handle = os.open(self.partial / shard, os.O_RDWR | os.O_CREAT, 0o644)
-                self.files[shard] = handle
-                header = _header(places)
-                _write_at(handle, 0, header)
-                end = max((p.offset + p.planned.nbytes for p in places), default=len(header))
-                os.ftruncate(handle, end)
-            if lines:
-                self._keep_sound(lines[1:])
-            else:
-                (self.partial / JOURNAL).write_text(self.job + "\n")
-            self.journal = os.open(self.partial / JOURNAL, os.O_WRONLY | os.O_APPEND)
-        except BaseException:
-            self._close()
-            raise
+        self.lock = lock
+        entries = self._read_journal()
+        self._check_room(entries)
+        if not entries:
+            (self.partial / JOURNAL).write_text(self.job + "\n")
+        self.journal = os.open(self.partial / JOURNAL, os.O_WRONLY | os.O_APPEND)
+        for shard, places in self.shards.items():
+            handle = os.open(self.partial / shard, os.O_RDWR | os.O_CREAT, 0o644)
+            self.files[shard] = handle
+            head = header(places)
+            _write_at(handle, 0, head)
+            end = max((p.offset + p.planned.nbytes for p in places), default=len(head))
+            os.ftruncate(handle, end)
+        self._keep_sound(entries)
 
-    def _read_journal(self) -> list[str]:
-        """Complete lines of a journal of this same job; [] to start afresh."""
+    def _read_journal(self) -> list[dict[str, Any]]:
+        """What a journal of this same job says is finished; [] to start afresh."""
         path = self.partial / JOURNAL
-        text = path.read_text() if path.exists() else ""
-        lines = text.split("\n")
-        complete = lines[:-1]
-        if not complete:
+        if not path.exists():
+            foreign = sorted(set(os.listdir(self.partial)) - {LOCK})
+            if foreign:
+                raise BadRequest(
+                    f"{self.partial} holds {foreign[0]}, which no run of this kind left there; "
+                    "move it away, or name another folder"
+                )
             return []
-        if complete[0] != self.job:
+        lines = path.read_text(errors="replace").split("\n")
+        complete = lines[:-1]
+        if complete and complete[0] != self.job:
             if not self.overwrite:
                 raise BadRequest(
                     f"{self.partial} holds an unfinished run of another job; remove it, or pass --overwrite to start afresh"
                 )
-            for name in os.listdir(self.partial):
-                if name != LOCK:
-                    (self.partial / name).unlink()
+            _remove(self.partial, keep={LOCK})
             return []
-        if lines[-1]:  # a line cut short by a kill
+        if complete and lines[-1]:  # a line cut short by a kill
             path.write_text("\n".join(complete) + "\n")
-        return complete
+        found = (_entry(line) for line in complete[1:])
+        return [entry for entry in found if entry is not None and entry["unit"] in self.units]
 
-    def _keep_sound(self, lines: Iterable[str]) -> None:
+    def _keep_sound(self, entries: Iterable[dict[str, Any]]) -> None:
         """Take over the units whose bytes still match their checksums; the rest is done again."""
-        for line in lines:
-            entry = json.loads(line)
-            sound = entry["unit"] in self.units
-            for name, expected in entry["crc32"].items():
-                place = self.places[name]
-                data = os.pread(self.files[place.shard], place.planned.nbytes, place.offset)
-                sound = sound and zlib.crc32(data) == expected
-            if sound:
-                self.finished[entry["unit"]] = entry["note"]
+        for entry in entries:
+            unit = self.units[entry["unit"]]
+            if entry["crc32"] == {planned.name: self._crc32(planned) for planned in unit.tensors}:
+                self.finished[unit.key] = entry["note"]
+            else:
+                self.finished.pop(unit.key, None)
 
-    def _check_room(self, resuming: bool) -> None:
+    def _crc32(self, planned: Planned) -> int:
+        """Checksum of a tensor's bytes as they stand in the partial folder."""
+        place, total, done = self.places[planned.name], 0, 0
+        while done < planned.nbytes:
+            size = min(READ_BYTES, planned.nbytes - done)
+            data = os.pread(self.files[place.shard], size, place.offset + done)
+            total, done = zlib.crc32(data, total), done + size
+        return total
+
+    def _check_room(self, entries: Iterable[dict[str, Any]]) -> None:
+        claimed = {entry["unit"] for entry in entries}
+        wanted = sum(
+            planned.nbytes
+            for key, unit in self.units.items()
+            if key not in claimed
+            for planned in unit.tensors
+        )
         free = shutil.disk_usage(self.partial).free
-        if not resuming and free < self.total_bytes + (1 << 20):
-            raise BadCheckpoint(str(self.folder), f"needs {self.total_bytes} bytes, {free} are free on its disk",
+        if free < wanted + (1 << 20):
+            raise BadCheckpoint(str(self.folder), f"needs {wanted} bytes, {free} are free on its disk",
                                 "free some space, or name a folder on another disk")  # fmt: skip
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        os.write(self.journal, (json.dumps(entry, sort_keys=True) + "\n").encode())
+    def _disk(self, error: OSError) -> BadCheckpoint:
+        return BadCheckpoint(
+            str(self.partial),
+            f"cannot be written ({error.strerror or error})",
+            "make room or name another folder, and run it again: what is finished is kept",
+        )
+
+    def _give_up(self) -> None:
+        """After a refusal: the partial folder goes too, if there is nothing in it but our lock."""
+        if self.lock >= 0 and os.listdir(self.partial) == [LOCK]:
+            (self.partial / LOCK).unlink()
+            self.partial.rmdir()
+        self._close()
 
     def _close(self) -> None:
-        for handle in [
-            *self.files.values(),
-            getattr(self, "journal", -1),
-            getattr(self, "lock", -1),
-        ]:
+        for handle in [*self.files.values(), self.journal, self.lock]:
             if handle >= 0:
                 os.close(handle)
         self.files, self.journal, self.lock = {}, -1, -1
@@ -257,63 +287,38 @@ def _describe(unit: Unit) -> list[Any]:
     return [unit.key, [[p.name, str(p.dtype), list(p.shape)] for p in unit.tensors]]
 
 
-def _assign(units: Sequence[Unit], shard_bytes: int) -> dict[str, list[_Place]]:
-    """Tensors to shards in order, a unit never split; within a shard wide dtypes come first, so
-    that every tensor is aligned for mapping."""
-    bins: list[list[Planned]] = [[]]
-    filled = 0
-    for unit in units:
-        size = sum(planned.nbytes for planned in unit.tensors)
-        if bins[-1] and filled + size > shard_bytes:
-            bins.append([])
-            filled = 0
-        bins[-1].extend(unit.tensors)
-        filled += size
-    shards: dict[str, list[_Place]] = {}
-    for number, planned_here in enumerate(bins, 1):
-        name = (
-            "model.safetensors"
-            if len(bins) == 1
-            else f"model-{number:05d}-of-{len(bins):05d}.safetensors"
-        )
-        ordered = sorted(planned_here, key=lambda planned: -planned.dtype.itemsize)
-        draft = _places(name, ordered, 0)
-        shards[name] = _places(name, ordered, len(_header(draft)))
-    return shards
-
-
-def _places(shard: str, ordered: Sequence[Planned], offset: int) -> list[_Place]:
-    places = []
-    for planned in ordered:
-        places.append(_Place(shard, offset, planned))
-        offset += planned.nbytes
-    return places
-
-
-def _header(places: Sequence[_Place]) -> bytes:
-    """The safetensors header: 8-byte little-endian length, then JSON padded to 8 bytes."""
-    base = places[0].offset if places else 0
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for place in places:
-        planned = place.planned
-        start = place.offset - base
-        entries[planned.name] = {
-            "dtype": DTYPE_NAMES[planned.dtype],
-            "shape": list(planned.shape),
-            "data_offsets": [start, start + planned.nbytes],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
 def _bytes(tensor: Tensor, planned: Planned) -> memoryview:
     """A tensor's bytes in row order, without a copy where it is contiguous."""
     if tensor.dtype != planned.dtype or tuple(tensor.shape) != planned.shape:
         raise BadTensor(planned.name, f"is {tensor.dtype} {tuple(tensor.shape)}, planned {planned.dtype} {planned.shape}",
-                        "report this: the plan is inconsistent")  # fmt: skip
+                        _REPORT)  # fmt: skip
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _entry(line: str) -> dict[str, Any] | None:
+    """A line of the journal, or None where it is damaged: its unit is then done again."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(entry, dict) and entry.keys() >= {"unit", "crc32", "note"}
+    return entry if whole and isinstance(entry["unit"], str) else None
+
+
+def _remove(folder: Path, keep: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.name in keep:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(handle, data) :]
 
 
 def _write_at(handle: int, offset: int, data: bytes | memoryview) -> None:

@@ -10,8 +10,8 @@ from weightpath.cli import build, inspect, plan, probe, quantize, run, verify
 from weightpath.errors import WeightpathError
 from weightpath.version import __version__
 
-UsageProblem = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""The base of usage errors; typer carries its own copy of click in some versions."""
+UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
+"""ClickException, the base of usage errors; some versions of typer carry their own click."""
 
 app = typer.Typer(
     help="Pick, make, prove and run the low-bit weights that suit a device.",
@@ -44,7 +44,7 @@ def main() -> None:
     except WeightpathError as error:
         _fail(str(error), error.exit_code)
     except UsageProblem as error:
-        _fail(error.format_message(), 2)
+        _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; what was finished is kept, run the same command to go on", 130)
     except BrokenPipeError:

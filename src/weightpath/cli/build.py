@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from weightpath.bench.decode import SpeedResult
 from weightpath.cli.inspect import show_inspection
 from weightpath.cli.plan import show_plan
 from weightpath.cli.probe import show_profile
 from weightpath.cli.show import emit_json, heading, progress_bar, stdout, table
 from weightpath.cli.verify import show_verification
 from weightpath.device.probe import probe
-from weightpath.jobs.build import QUESTION, Build, BuildOptions, build
-from weightpath.jobs.verify import VerifyOptions
+
+if TYPE_CHECKING:
+    from weightpath.bench.decode import SpeedResult
+    from weightpath.jobs.build import Build
 
 NAME = "build"
 EXAMPLE = "Example: weightpath build demo"
@@ -36,7 +37,7 @@ def command(
         None, help="A UTF-8 text file to verify on; default, Python's documentation."
     ),
     windows: int = typer.Option(12, min=1, help="Windows of text to verify on, at most."),
-    question: str = typer.Option(QUESTION, help="What the built model answers at the end."),
+    question: str = typer.Option(None, help="What the built model answers at the end."),
     record: bool = typer.Option(
         True, help="Keep the measurement as evidence in your record store."
     ),
@@ -46,10 +47,13 @@ def command(
     ),
 ) -> None:
     """Build, prove and measure MODEL's low-bit weights on this machine, and write a report."""
+    from weightpath.jobs.build import QUESTION, BuildOptions, build
+    from weightpath.jobs.verify import VerifyOptions
+
     verify = VerifyOptions(text=Path(text) if text else None, limit=windows)
     options = BuildOptions(
         output=Path(output) if output else None, priority=priority, runtime=runtime, head_bits=head,
-        group_size=group_size, overwrite=overwrite, verify=verify, question=question, record=record,
+        group_size=group_size, overwrite=overwrite, verify=verify, question=question or QUESTION, record=record,
     )  # fmt: skip
     with progress_bar() as progress:
         shown = (lambda name, result: None) if json else show_stage

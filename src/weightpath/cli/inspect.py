@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from weightpath.cli.show import emit_json, size, stdout, table
-from weightpath.jobs.inspect import Inspection, inspect_folder
+
+if TYPE_CHECKING:
+    from weightpath.jobs.inspect import Inspection
 
 NAME = "inspect"
 EXAMPLE = "Example: weightpath inspect out --json"
@@ -18,6 +21,8 @@ def command(
     json: bool = typer.Option(False, "--json", help="Print the counts as JSON."),
 ) -> None:
     """Print the format, schemes, tensors, bytes and measured bits per weight of a checkpoint."""
+    from weightpath.jobs.inspect import inspect_folder
+
     found = inspect_folder(Path(folder))
     if json:
         emit_json(found.to_dict())

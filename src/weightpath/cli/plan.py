@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import typer
 
 import weightpath
 from weightpath.cli.show import emit_json, heading, size, stdout, table
-from weightpath.jobs.plan import Plan
+
+if TYPE_CHECKING:
+    from weightpath.jobs.plan import Plan
 
 NAME = "plan"
 EXAMPLE = "Example: weightpath plan demo --priority fidelity --runtime vllm"

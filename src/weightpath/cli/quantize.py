@@ -9,8 +9,6 @@ import typer
 from weightpath.cli.inspect import show_inspection
 from weightpath.cli.show import emit_json, progress_bar, stdout
 from weightpath.device.probe import probe
-from weightpath.jobs.inspect import inspect_folder
-from weightpath.jobs.make import make
 
 NAME = "quantize"
 EXAMPLE = "Example: weightpath quantize demo -o out --scheme w4g64-asym --head 16"
@@ -40,6 +38,9 @@ def command(
     json: bool = typer.Option(False, "--json", help="Print what was done as JSON."),
 ) -> None:
     """Write MODEL's low-bit weights (compressed-tensors) into DIR. A killed run resumes."""
+    from weightpath.jobs.inspect import inspect_folder
+    from weightpath.jobs.make import make
+
     with progress_bar() as progress:
         done = make(model, Path(output), scheme, head, search, overwrite, probe(device=device), progress,
                     priority, runtime, group_size)  # fmt: skip

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from weightpath.cli.show import emit_json, progress_bar, stderr
-from weightpath.engine.generate import Answer, Message, answer
-from weightpath.engine.load import load, load_tokenizer
 from weightpath.errors import BadRequest
+
+if TYPE_CHECKING:
+    from weightpath.engine.generate import Answer, Message
 
 NAME = "run"
 EXAMPLE = 'Example: weightpath run out --prompt "What is the capital of France?"'
@@ -42,6 +43,9 @@ def command(
         raise BadRequest("run: give --prompt TEXT or --interactive, one of them")
     if interactive and json:
         raise BadRequest("run: --json prints one answer; use it with --prompt")
+    from weightpath.engine.generate import answer
+    from weightpath.engine.load import load, load_tokenizer
+
     text = sys.stdin.read() if prompt == "-" else prompt
     with progress_bar() as progress:
         model = load(folder, device, activation_bits=activation_bits, progress=progress)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from weightpath.cli.show import emit_json, interval, progress_bar, stdout, table
-from weightpath.jobs.verify import Verification, VerifyOptions, verify_folder
+
+if TYPE_CHECKING:
+    from weightpath.jobs.verify import Verification
 
 NAME = "verify"
 EXAMPLE = "Example: weightpath verify out --reference demo --text wikitext2-test.txt"
@@ -38,6 +41,8 @@ def command(
     json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
     """Compare DIR with MODEL's own bf16 weights: KL divergence, top-1, perplexity, greedy text."""
+    from weightpath.jobs.verify import VerifyOptions, verify_folder
+
     options = VerifyOptions(
         text=Path(text) if text else None, length=length, limit=windows, contiguous=contiguous, compute=compute,
         prompts=Path(prompts) if prompts else None, prompt_tokens=prompt_tokens, device=device,

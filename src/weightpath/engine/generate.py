@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, TextStreamer
+
+from weightpath.errors import BadRequest
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -34,19 +37,29 @@ class _Stream(TextStreamer):
         self.emit = emit
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.emit(text)
+        if text:
+            self.emit(text)
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
-    """Prompt ids int64 [1, L]: through the chat template where the tokenizer has one, else the
-    contents joined as plain text."""
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-        return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    """Prompt ids int64 [1, L], L >= 1: through the chat template where the tokenizer has one, else
+    the contents joined as plain text. BadRequest where the template refuses them, or for no text."""
+    special = True
     text = "\n".join(message["content"] for message in messages)
-    return tokenizer(text, return_tensors="pt").input_ids
+    if getattr(tokenizer, "chat_template", None):
+        special = False
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise BadRequest(f"the chat template refuses messages of {roles} ({error}); leave out --system, "
+                             "or mend the template")  from None  # fmt: skip
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
+    if not ids.shape[1]:
+        raise BadRequest("the prompt is empty; give it some text")
+    return ids
 
 
 def answer(
@@ -59,8 +72,17 @@ def answer(
     seed: int | None = None,
     emit: Callable[[str], None] | None = None,
 ) -> Answer:
-    """Generate a reply to `messages`. temperature 0 is greedy. emit gets text as it is finished."""
+    """Generate a reply to `messages`. temperature 0 is greedy. emit gets text as it is finished.
+
+    BadRequest where the model is no decoder, or has fewer tokens than its tokenizer uses.
+    """
+    if not model.can_generate():
+        raise BadRequest(f"{type(model).__name__} does not generate text: use a decoder")
     prompt = encode(tokenizer, messages).to(model.device)
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(prompt.max()) >= vocabulary:
+        raise BadRequest(f"the prompt holds token {int(prompt.max())}, the model has {vocabulary} tokens; "
+                         "use the tokenizer that belongs to the model")  # fmt: skip
     options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
     if temperature > 0:
         options |= {"temperature": temperature, "top_p": top_p}

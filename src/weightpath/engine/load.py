@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.engine import skeleton
-from weightpath.errors import BadCheckpoint, BadTensor
+from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
 from weightpath.nn.swap import (
@@ -65,6 +65,7 @@ def load_float(
     compute fp32 over bf16 weights leaves only the weights' own rounding in a comparison.
     """
     compute = compute or weights
+    device = usable_device(device)
     model = skeleton.build(checkpoint.config, compute, checkpoint.where)
     tied = tied_copy(model, checkpoint)
 
@@ -93,8 +94,18 @@ def load(
     what the folder was made for, else 16). Raises BadCheckpoint or BadTensor with the mend.
     """
     checkpoint = open_low_bit(Path(folder))
+    device = usable_device(device)
+    bits = (
+        checkpoint.manifest.get("activation_bits", 16)
+        if activation_bits is None
+        else activation_bits
+    )
+    if bits not in (8, 16):
+        raise BadRequest(f"{checkpoint.where}: {bits}-bit activations; use 8 or 16")
     dtype = dtype or model_dtype(checkpoint.config)
     model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
+    if skeleton.head_name(model) in checkpoint.linears:  # a packed head shares no float matrix
+        model.config.tie_word_embeddings = False
     linears = skeleton.linears(model)
     _check_places(checkpoint, linears)
     floats = dict(checkpoint.floats)
@@ -108,10 +119,13 @@ def load(
                             "the checkpoint does not match its config.json")  # fmt: skip
         bias = None
         if linears[name].bias is not None:
-            if f"{name}.bias" not in floats:
+            info = floats.pop(f"{name}.bias", None)
+            if info is None:
                 raise BadTensor(f"{name}.bias", "is missing", "fetch the checkpoint again")
-            bias = checkpoint.source.read(f"{name}.bias").to(dtype)
-            del floats[f"{name}.bias"]
+            if info.shape != (linears[name].out_features,):
+                raise BadTensor(info.name, f"shape {info.shape}, the model wants {(linears[name].out_features,)}",
+                                "the checkpoint does not match its config.json")  # fmt: skip
+            bias = checkpoint.source.read(info.name).to(dtype)
         replace_module(model, name, _module(qweight, bias, name))
         progress("loading", done, total)
     skeleton.fill(
@@ -120,7 +134,6 @@ def load(
         checkpoint.where,
     )
     _ready(model, checkpoint.where, device)
-    bits = activation_bits or checkpoint.manifest.get("activation_bits") or 16
     set_activation_bits(model, bits)
     set_backend(model, backend)
     model.weightpath = LowBitModel(checkpoint.where, checkpoint.manifest, bits, model)  # type: ignore[assignment]
@@ -131,9 +144,19 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of a checkpoint's folder. BadCheckpoint where it has none."""
     try:
         return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise BadCheckpoint(str(folder), f"has no tokenizer that loads ({str(error).splitlines()[0]})",
-                            "copy the model's tokenizer files into it") from None  # fmt: skip
+    except Exception as error:  # what damaged files raise is not one family
+        raise BadCheckpoint(str(folder), f"has no tokenizer that loads ({_said(error)})",
+                            "copy the model's tokenizer files into it") from error  # fmt: skip
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The torch device of that name. BadRequest where there is none such here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's own for each
+        reason = str(error).splitlines()[0][:120]
+        raise BadRequest(f"device '{device}' cannot be used ({reason}); use cpu, or cuda where there is a GPU") from None  # fmt: skip
+    return torch.device(device)
 
 
 def model_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -179,8 +202,18 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
+def _said(error: Exception) -> str:
+    """Another library's exception in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
 def _ready(model: PreTrainedModel, where: str, device: str | torch.device) -> PreTrainedModel:
     skeleton.finish(model, where)
-    if (Path(where) / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(where)
+    settings = Path(where) / "generation_config.json"
+    if settings.is_file() and model.can_generate():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(where)
+        except Exception as error:  # what a damaged file raises is not one family
+            raise BadCheckpoint(str(settings), f"does not load ({_said(error)})",
+                                "mend it, or remove it for the defaults") from error  # fmt: skip
     return model.to(device).eval()  # type: ignore[arg-type]

@@ -8,13 +8,13 @@ initialiser, and refuses a model in which anything is still without a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from weightpath.errors import BadCheckpoint, BadTensor
 
@@ -22,28 +22,29 @@ from weightpath.errors import BadCheckpoint, BadTensor
 def build(
     config: Mapping[str, Any], dtype: torch.dtype, where: str = "config.json"
 ) -> PreTrainedModel:
-    """The model on the meta device. BadCheckpoint if transformers does not know the architecture."""
+    """The model on the meta device. BadCheckpoint if transformers cannot make one of the config."""
     settings = {key: value for key, value in config.items() if key != "quantization_config"}
     kind = settings.pop("model_type", None)
     if not kind:
         raise BadCheckpoint(
             where, "has no model_type", "use a checkpoint with a transformers config.json"
         )
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise BadCheckpoint(where, f"model_type '{kind}' is unknown to transformers {transformers.__version__}",
+                            "upgrade transformers, or convert the model to a known architecture")  # fmt: skip
+    name = (settings.get("architectures") or [None])[0]
     try:
         parsed = AutoConfig.for_model(kind, **settings)
-    except ValueError:
-        raise BadCheckpoint(where, f"model_type '{kind}' is unknown to transformers {transformers.__version__}",
-                            "upgrade transformers, or convert the model to a known architecture") from None  # fmt: skip
-    name = (settings.get("architectures") or [None])[0]
-    with torch.device("meta"):
-        if name and hasattr(transformers, name):
-            model = getattr(transformers, name)._from_config(parsed, dtype=dtype)
-        else:
-            try:
+        with torch.device("meta"):
+            named = getattr(transformers, name, None) if isinstance(name, str) else None
+            if isinstance(named, type) and issubclass(named, PreTrainedModel):
+                model = named._from_config(parsed, dtype=dtype)
+            else:
                 model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
-            except ValueError:
-                raise BadCheckpoint(where, f"architecture {name} is unknown to transformers {transformers.__version__}",
-                                    "upgrade transformers, or convert the model to a known architecture") from None  # fmt: skip
+    except Exception as error:  # what a config of wrong values raises is not one family
+        said = " ".join(str(error).split())[:200]
+        raise BadCheckpoint(where, f"config.json makes no {name or kind} model ({type(error).__name__}: {said})",
+                            "mend its values, or upgrade transformers if the model is newer") from error  # fmt: skip
     return model.eval()
 
 
@@ -71,24 +72,25 @@ def embedding_name(model: PreTrainedModel) -> str:
 def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Give parameters and buffers their tensors. A name or shape that does not fit is an error."""
     for name, tensor in tensors:
-        parent, _, leaf = name.rpartition(".")
-        try:
-            module = model.get_submodule(parent)
-        except AttributeError:
-            module = None
-        slot = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
-        if module is None or slot is None:
-            raise BadCheckpoint(where, f"tensor {name} has no place in {type(model).__name__}",
-                                "the checkpoint does not match its config.json")  # fmt: skip
-        if tuple(slot.shape) != tuple(tensor.shape):
-            raise BadTensor(name, f"shape {tuple(tensor.shape)}, {type(model).__name__} wants {tuple(slot.shape)}",
-                            "the checkpoint does not match its config.json")  # fmt: skip
+        module, leaf = _place(model, name, tensor.shape, where)
         if leaf in module._parameters:
             parameter = nn.Parameter(tensor, requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[leaf] = parameter
         else:
             module._buffers[leaf] = tensor
+
+
+def check(model: nn.Module, shapes: Mapping[str, Sequence[int]], where: str) -> None:
+    """Every tensor has a place of its shape, and every parameter and saved buffer a tensor.
+
+    shapes: tensor name -> shape. `model` is as built, so that what it ties is asked for once.
+    """
+    for name, shape in shapes.items():
+        _place(model, name, shape, where)
+    saved = set(model.state_dict())
+    wanted = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    _none_missing([name for name in wanted if name in saved and name not in shapes], where)
 
 
 def finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
@@ -111,10 +113,32 @@ def finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
         if tensor.is_meta
     ]
-    if empty:
-        raise BadCheckpoint(where, f"tensor {empty[0]} is missing ({len(empty)} such)",
-                            "fetch the checkpoint again, or check that its config.json is its own")  # fmt: skip
+    _none_missing(empty, where)
     return model
+
+
+def _place(model: nn.Module, name: str, shape: Sequence[int], where: str) -> tuple[nn.Module, str]:
+    """The module and the attribute that a tensor belongs to. Error if there is none, or another
+    shape."""
+    parent, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(parent)
+    except AttributeError:
+        module = None
+    slot = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
+    if module is None or slot is None:
+        raise BadCheckpoint(where, f"tensor {name} has no place in {type(model).__name__}",
+                            "the checkpoint does not match its config.json")  # fmt: skip
+    if tuple(slot.shape) != tuple(shape):
+        raise BadTensor(name, f"shape {tuple(shape)}, {type(model).__name__} wants {tuple(slot.shape)}",
+                        "the checkpoint does not match its config.json")  # fmt: skip
+    return module, leaf
+
+
+def _none_missing(names: Sequence[str], where: str) -> None:
+    if names:
+        raise BadCheckpoint(where, f"tensor {names[0]} is missing ({len(names)} such)",
+                            "fetch the checkpoint again, or check that its config.json is its own")  # fmt: skip
 
 
 def _owner(model: PreTrainedModel, name: str) -> PreTrainedModel:

@@ -5,7 +5,8 @@ same text if and only if, reading prompt + c, its most likely next token is c[i]
 the first difference both have read the same prefix, so one pass over prompt + c finds the first
 divergence exactly, at the price of a prefill. (Up to rounding: one pass over many positions and
 single steps with a cache add in different orders, which can flip near ties. The reference is
-therefore read the same way, and its own k of n is the noise floor of this measure.)
+therefore read the same way, and its own k of n is the noise floor of this measure.) The reference
+writes all its texts in one batch.
 
 Greedy here is the argmax of the model's own logits: penalties and sampling that a checkpoint's
 generation settings ask for are left out for both, and only its stop tokens are kept.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from weightpath.engine.generate import encode, stop_ids
 from weightpath.errors import BadRequest
 from weightpath.fidelity.logits import Progress
 from weightpath.fidelity.metrics import Interval, wilson
@@ -116,10 +118,13 @@ def greedy_agreement(
     if method not in METHODS:
         raise BadRequest(f"greedy method '{method}'; use one of {', '.join(METHODS)}")
     follow = _read_back if method == "teacher-forced" else _write
+    tokens = [prompt_tokens(tokenizer, prompt.prompt) for prompt in prompts]
+    texts = greedy_batch(reference, tokenizer, tokens, max_new_tokens)
     rows = []
-    for number, prompt in enumerate(prompts):
-        ids = prompt_tokens(tokenizer, prompt.prompt)
-        rows.append(_one(reference, candidate, tokenizer, prompt, ids, max_new_tokens, follow))
+    for number, (prompt, ids, text) in enumerate(zip(prompts, tokens, texts, strict=True)):
+        rows.append(
+            _one(reference, candidate, tokenizer, prompt, ids, text, max_new_tokens, follow)
+        )
         if progress is not None:
             progress(number + 1, len(prompts))
     n = len(rows)
@@ -154,24 +159,41 @@ def survival(lengths: Sequence[tuple[int, bool]]) -> tuple[tuple[int, float], ..
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     """Tokens int64 [L] of a prompt: as a chat turn where the tokenizer has a template, else raw."""
-    if getattr(tokenizer, "chat_template", None):
-        turns = [{"role": "user", "content": prompt}]
-        found = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
-        return torch.tensor(found["input_ids"])
-    return torch.tensor(tokenizer(prompt)["input_ids"])
+    return encode(tokenizer, [{"role": "user", "content": prompt}])[0]
 
 
 def greedy_tokens(model: Any, tokenizer: Any, ids: Tensor, max_new_tokens: int) -> Tensor:
     """Greedy continuation of ids [L]: int64 [m], m <= max_new_tokens, the stop token included."""
-    with _only_stop_tokens(model, tokenizer):
-        batch = ids.to(model.device)[None]
+    return greedy_batch(model, tokenizer, [ids], max_new_tokens)[0]
+
+
+def greedy_batch(
+    model: Any, tokenizer: Any, prompts: Sequence[Tensor], max_new_tokens: int
+) -> list[Tensor]:
+    """`greedy_tokens` of several prompts in one batch, padded on the left.
+
+    A step reads the weights once for all of them, so n texts cost little more than one.
+    """
+    longest = max(len(ids) for ids in prompts)
+    with _only_stop_tokens(model, tokenizer) as (stops, pad):
+        batch = torch.full((len(prompts), longest), pad)
+        mask = torch.zeros_like(batch)
+        for row, ids in enumerate(prompts):
+            batch[row, longest - len(ids) :] = ids
+            mask[row, longest - len(ids) :] = 1
         out = model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
+            batch.to(model.device),
+            attention_mask=mask.to(model.device),
             do_sample=False,
             max_new_tokens=max_new_tokens,
         )
-    return out[0, len(ids) :].cpu()
+    return [_until_stop(row, stops) for row in out[:, longest:].cpu()]
+
+
+def _until_stop(tokens: Tensor, stops: Sequence[int]) -> Tensor:
+    """Tokens up to and with the first stop token; what follows it is padding."""
+    ends = torch.isin(tokens, torch.tensor(stops, dtype=tokens.dtype)).nonzero()
+    return tokens[: int(ends[0, 0]) + 1] if len(ends) else tokens
 
 
 def _one(
@@ -180,10 +202,10 @@ def _one(
     tokenizer: Any,
     prompt: Prompt,
     ids: Tensor,
+    written: Tensor,
     max_new_tokens: int,
     follow: Callable[[Any, Any, Tensor, Tensor, int], Tensor],
 ) -> GreedyPrompt:
-    written = greedy_tokens(reference, tokenizer, ids, max_new_tokens)
     read = _read_back(reference, tokenizer, ids, written, max_new_tokens)
     theirs = follow(candidate, tokenizer, ids, written, max_new_tokens)
     agreed = _common(written, theirs)
@@ -222,14 +244,16 @@ def _common(first: Tensor, second: Tensor) -> int:
 
 
 @contextmanager
-def _only_stop_tokens(model: Any, tokenizer: Any) -> Iterator[None]:
-    """Generation settings reduced to the stop tokens while the body runs, then restored."""
+def _only_stop_tokens(model: Any, tokenizer: Any) -> Iterator[tuple[list[int], int]]:
+    """Generation settings reduced to the stop tokens while the body runs, then restored.
+
+    Yields the stop tokens and the token to pad with (0 where nothing names one).
+    """
     before = model.generation_config
-    stop = before.eos_token_id if before.eos_token_id is not None else tokenizer.eos_token_id
-    first = stop[0] if isinstance(stop, list) else stop
-    pad = before.pad_token_id if before.pad_token_id is not None else first
-    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad)
+    stops = stop_ids(model, tokenizer)
+    pad = before.pad_token_id if before.pad_token_id is not None else next(iter(stops), 0)
+    model.generation_config = GenerationConfig(eos_token_id=stops or None, pad_token_id=pad)
     try:
-        yield
+        yield stops, pad
     finally:
         model.generation_config = before

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from weightpath.engine.load import (
     load,
     load_float,
     load_tokenizer,
-    model_dtype,
     no_progress,
 )
 from weightpath.errors import BadRequest
@@ -42,6 +41,7 @@ from weightpath.jobs.verify import (
     tokenizer_folder,
     verify_models,
 )
+from weightpath.nn.swap import explain
 from weightpath.paths.evidence import Record, Speed, save_record
 from weightpath.report.card import model_card
 from weightpath.report.html import write_report
@@ -135,6 +135,7 @@ def build(
         raise BadRequest(
             f"path {path.name} on this device: {path.built_by}; name a scheme with `weightpath quantize`"
         )
+    load_tokenizer(_source_folder(checkpoint))  # needed at the end: say now if there is none
     folder = options.output or default_folder(model, plan)
     overwrite = options.overwrite or options.output is None
     recipe = Recipe(Path(model).name, __version__, path.name, plan.activation_bits)
@@ -144,11 +145,12 @@ def build(
     tokenizer = load_tokenizer(tokenizer_folder(model, folder))
     verification = _verify(checkpoint, folder, tokenizer, options, progress)
     stage("fidelity", verification)
-    speed, reply = _run(checkpoint, folder, tokenizer, plan, options, progress)
+    speed, reply, kernel = _run(checkpoint, folder, tokenizer, plan, options, progress)
     stage("speed", speed)
     stage("answer", (options.question, reply))
-    record = _record(model, plan, profile, verification, speed) if options.record else None
-    saved = save_record(record) if record else None
+    saved = None
+    if options.record:
+        saved = save_record(_record(model, plan, profile, verification, speed, kernel))
     data = report_data(
         model, profile, plan, inspection, verification, speed, options.question, reply, command
     )
@@ -163,11 +165,14 @@ def build(
 
 def default_folder(model: str, plan: Plan) -> Path:
     """Under the user's cache: builds/<model>-<path>-<scheme>."""
-    scheme = max(
-        (d.scheme.name for d in plan.tensors.decisions if d.scheme and d.shape.role == "linear"),
-        default="float",
-    )
+    scheme = plan.scheme.with_activations(16).name if plan.scheme else "float"
     return cache_folder() / "builds" / f"{Path(model).name}-{plan.path_name}-{scheme}"
+
+
+def _source_folder(checkpoint: Checkpoint) -> Path:
+    """Where the source's tokenizer is, if it has one."""
+    files = checkpoint.companions
+    return files[0].parent if files else Path(checkpoint.where)
 
 
 def _verify(
@@ -189,10 +194,10 @@ def _run(
     plan: Plan,
     options: BuildOptions,
     progress: Progress,
-) -> tuple[SpeedResult, Answer]:
-    """Speed of both in the model's own dtype, in turns; then an answer from the low-bit one."""
+) -> tuple[SpeedResult, Answer, str]:
+    """Speed of both in bf16, in turns; an answer from the low-bit one; the kernels that ran it."""
     device = options.verify.device
-    reference = load_float(checkpoint, torch.bfloat16, model_dtype({"dtype": "bfloat16"}), device)
+    reference = load_float(checkpoint, torch.bfloat16, device=device)
     model = load(folder, device, torch.bfloat16, options.verify.backend, plan.activation_bits)
     step = 0
 
@@ -210,26 +215,31 @@ def _run(
     reply = answer(
         model, tokenizer, [{"role": "user", "content": options.question}], options.answer_tokens
     )
-    return speed, reply
+    kernels = {str(row["kernel"]) for row in explain(model).values()}
+    return speed, reply, " and ".join(sorted(kernels))
 
 
 def _record(
-    model: str, plan: Plan, profile: HardwareProfile, verification: Verification, speed: SpeedResult
+    model: str,
+    plan: Plan,
+    profile: HardwareProfile,
+    verification: Verification,
+    speed: SpeedResult,
+    kernel: str,
 ) -> Record:
     """The measurement as evidence for this path on this class of device."""
-    scheme = next(d.scheme for d in plan.tensors.decisions if d.scheme and d.shape.role == "linear")
     return Record(
         path=plan.path_name,
         device_class=device_class(profile),
         model=Path(model).name,
-        scheme=replace(scheme, activation_bits=plan.activation_bits).name,
+        scheme=plan.scheme.name if plan.scheme else "float",
         decode=_speed(speed, "decode"),
         prefill=_speed(speed, "prefill"),
         date=datetime.date.today().isoformat(),
         version=__version__,
         kld=verification.fidelity.mean_kl.value,
         kld_text=verification.text,
-        kernel="torch reference",
+        kernel=kernel,
         profile=to_dict(profile),
     )
 

@@ -14,6 +14,7 @@ from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.shards import TensorInfo, read_json
 from weightpath.checkpoints.store import Checkpoint, open_checkpoint, quantization_method
 from weightpath.engine import skeleton
+from weightpath.errors import BadCheckpoint
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Counts of one folder. Bits per weight are bytes stored over weights, shapes left out.
+    """Counts of one folder. Bits per weight are bytes stored over weights; a linear's weight_shape,
+    two numbers beside its codes, counts in the file alone.
 
     linear: decoder linears alone; matmul: with the head, what a decode step reads; file: every
     tensor's bytes over the weights of the model (a tied matrix once).
@@ -64,7 +66,9 @@ class _Count:
 def inspect_folder(where: Path) -> Inspection:
     """Count a float or low-bit checkpoint, or a GGUF file. Reads headers, and every linear's
     integers, so that a damaged one is an error naming it."""
-    if where.suffix == ".gguf":
+    if not where.exists():
+        raise BadCheckpoint(str(where), "does not exist", "give a folder that holds config.json")
+    if where.suffix == ".gguf" and where.is_file():
         return _float(GGUFCheckpoint(where), "GGUF", where.stat().st_size)
     config = read_json((where if where.is_dir() else where.parent) / "config.json")
     if quantization_method(config, ()):
@@ -80,14 +84,14 @@ def _low_bit(checkpoint: LowBitCheckpoint) -> Inspection:
         qweight = checkpoint.read_qweight(module)
         _add(
             counts,
-            (scheme.name, role_of(module)),
+            (scheme.name, role_of(f"{module}.weight")),
             qweight.codes.numel(),
-            checkpoint.stored_bytes(module),
+            checkpoint.stored_bytes(module) - _shape_bytes(checkpoint, module),
         )
     for name, info in checkpoint.floats.items():
         _add(
             counts,
-            (_dtype(info), role_of(name.rpartition(".")[0])),
+            (_dtype(info), role_of(name)),
             _numel(info.shape),
             info.nbytes,
         )
@@ -99,13 +103,18 @@ def _low_bit(checkpoint: LowBitCheckpoint) -> Inspection:
                        _weight_files(Path(checkpoint.where)), checkpoint.manifest)  # fmt: skip
 
 
+def _shape_bytes(checkpoint: LowBitCheckpoint, module: str) -> int:
+    info = checkpoint.source.tensors.get(f"{module}.weight_shape")
+    return info.nbytes if info else 0
+
+
 def _float(checkpoint: Checkpoint, form: str, file_bytes: int) -> Inspection:
     role_of = _roles(checkpoint.config, checkpoint.where)
     counts: dict[tuple[str, str], _Count] = {}
     for name, info in checkpoint.tensors.items():
         _add(
             counts,
-            (_dtype(info), role_of(name.rpartition(".")[0])),
+            (_dtype(info), role_of(name)),
             _numel(info.shape),
             info.nbytes,
         )
@@ -117,15 +126,17 @@ def _float(checkpoint: Checkpoint, form: str, file_bytes: int) -> Inspection:
 
 
 def _roles(config: Mapping[str, Any], where: str) -> Callable[[str], str]:
-    """Module name -> linear, head, embedding or other, by the model that config.json describes."""
+    """Tensor name -> linear, head, embedding or other (norms, biases), by the model that config.json
+    describes."""
     model = skeleton.build(config, torch.bfloat16, where)
     linears, head = skeleton.linears(model), skeleton.head_name(model)
     table = skeleton.embedding_name(model)
 
-    def role_of(module: str) -> str:
-        if module == table:
-            return "embedding"
-        return "other" if module not in linears else "head" if module == head else "linear"
+    def role_of(name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        if leaf != "weight" or (module != table and module not in linears):
+            return "other"
+        return "embedding" if module == table else "head" if module == head else "linear"
 
     return role_of
 

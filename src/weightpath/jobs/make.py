@@ -9,6 +9,7 @@ from weightpath.checkpoints.locate import open_model
 from weightpath.device.probe import probe
 from weightpath.device.profile import HardwareProfile
 from weightpath.engine.load import no_progress
+from weightpath.errors import BadRequest
 from weightpath.jobs.inspect import inspect_folder
 from weightpath.jobs.plan import plan_model, plan_scheme
 from weightpath.jobs.quantize import Quantized, Recipe, quantize_checkpoint
@@ -31,20 +32,33 @@ def make(
     runtime: str = "weightpath",
     group_size: int | None = None,
 ) -> Quantized:
-    """Write the low-bit checkpoint of MODEL into `folder`, with a README.md for it."""
+    """Write the low-bit checkpoint of MODEL into `folder`, with a README.md for it.
+
+    Where `scheme` is named, `priority` and `group_size`, which are for the plan, are refused.
+    """
+    if scheme is not None and (priority != "speed" or group_size is not None):
+        given = f"group size {group_size}" if group_size is not None else f"priority {priority}"
+        raise BadRequest(f"{given} beside scheme {scheme}: the scheme says it all; leave one out")
     checkpoint = open_model(model)
     profile = profile or probe()
     if scheme is None:
         plan = plan_model(model, checkpoint, profile, priority, runtime, head_bits, group_size)
     else:
-        plan = plan_scheme(model, checkpoint, Scheme.parse(scheme), head_bits)
+        plan = plan_scheme(model, checkpoint, Scheme.parse(scheme), head_bits, runtime, profile)
     recipe = Recipe(Path(model).name, __version__, plan.path_name, plan.activation_bits, search)
     done = quantize_checkpoint(
         checkpoint, plan.tensors, folder, recipe, overwrite, progress or no_progress
     )
-    command = f"weightpath quantize {Path(model).name} -o DIR" + (
-        f" --scheme {scheme}" if scheme else ""
-    )
+    options = {
+        "--scheme": scheme,
+        "--head": head_bits if head_bits != 8 else None,
+        "--priority": priority if priority != "speed" else None,
+        "--runtime": runtime if runtime != "weightpath" else None,
+        "--group-size": group_size,
+    }
+    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    words += [] if search else ["--no-search"]
+    command = " ".join(["weightpath quantize", Path(model).name, "-o DIR", *words])
     data = report_data(model, profile, plan, inspect_folder(folder), command=command)
     write_text(folder / "README.md", model_card(data))
     return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,19 @@ class Plan:
     def path_name(self) -> str:
         """The path's name, or "" where a scheme was given."""
         return self.selection.path.name if self.selection else ""
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme of most linears, with the activations it runs with; None where all stay."""
+        counts = Counter(
+            item.scheme
+            for item in self.tensors.decisions
+            if item.scheme is not None and item.shape.role == "linear"
+        )
+        if not counts:
+            return None
+        chosen = counts.most_common(1)[0][0]
+        return INT8 if chosen == INT8 else chosen.with_activations(self.activation_bits)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -59,15 +73,24 @@ def plan_model(
     return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16)
 
 
-def plan_scheme(model: str, checkpoint: Checkpoint, scheme: Scheme, head_bits: int = 8) -> Plan:
+def plan_scheme(
+    model: str,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    head_bits: int = 8,
+    runtime: str = "weightpath",
+    profile: HardwareProfile | None = None,
+) -> Plan:
     """The tensors' schemes where the user names the linears' scheme.
 
-    BadRequest for a scheme that no module runs: linears are int8 per channel or 4-bit.
+    A runtime other than weightpath bounds them by what it loads on `profile`. BadRequest for a
+    scheme that no module runs: linears are int8 per channel or 4-bit.
     """
     if scheme.bits != 4 and scheme.with_activations(16) != INT8:
         raise BadRequest(
             f"scheme {scheme.name}: this version makes int8 (w8) and 4-bit linears (w4g64, w4g128-asym, ...)"
         )
     group_size = scheme.group_size if scheme.bits == 4 else None
-    tensors = plan_tensors(model_shapes(checkpoint), scheme, head_bits, group_size)
+    bound = None if runtime == "weightpath" else profile
+    tensors = plan_tensors(model_shapes(checkpoint), scheme, head_bits, group_size, runtime, bound)
     return Plan(model, None, tensors, scheme.activation_bits)

@@ -23,12 +23,12 @@ from weightpath.checkpoints.store import Checkpoint
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine import skeleton
 from weightpath.engine.load import Progress, no_progress, tied_copy
-from weightpath.errors import BadTensor
+from weightpath.errors import BadRequest, BadTensor
 from weightpath.jobs.shapes import stored_dtype
 from weightpath.paths.tensors import TensorPlan
 from weightpath.quantize.int8 import quantize_int8
 from weightpath.quantize.rtn import quantize_rtn
-from weightpath.quantize.stats import QuantizeStats
+from weightpath.quantize.stats import QuantizeStats, require_finite, row_blocks
 from weightpath.qweight import QWeight
 from weightpath.scheme import INT8, Scheme
 
@@ -90,10 +90,15 @@ def quantize_checkpoint(
     """Write the checkpoint that `plan` describes into `folder` and say what was done.
 
     Peak anonymous memory is the output of one tensor plus small blocks. A run that was killed is
-    taken up where it stopped, with the same bytes as an uninterrupted one.
+    taken up where it stopped, with the same bytes as an uninterrupted one. BadRequest where the
+    plan leaves every weight as it is, or where `overwrite` would remove what is no checkpoint.
     """
+    _refuse_loss(checkpoint, folder)
     dtype = stored_dtype(checkpoint)
     layout = _lay_out(checkpoint, plan, dtype)
+    if not any(work.scheme for work in layout.works):
+        reason = plan.decisions[0].reason if plan.decisions else "the model has no linears"
+        raise BadRequest(f"nothing to quantize in {checkpoint.where}: {reason}")
     units = [work.unit for work in layout.works]
     job = {"source": checkpoint.fingerprint, "recipe": vars(recipe), "dtype": str(dtype)}
     sizes = {name: info.nbytes for name, info in checkpoint.tensors.items()}
@@ -119,6 +124,17 @@ def quantize_checkpoint(
         files = _files(checkpoint, plan, layout, schemes, stats, recipe, dtype)
         writer.finish(files)
     return Quantized(folder, layout.outcomes, stats, sum(stats.values(), QuantizeStats()), resumed)
+
+
+def _refuse_loss(checkpoint: Checkpoint, folder: Path) -> None:
+    """BadRequest where writing `folder` would remove the source, or what is not a checkpoint."""
+    source, target = Path(checkpoint.where).resolve(), Path(folder).resolve()
+    if target in (source if source.is_dir() else source.parent, *source.parents):
+        raise BadRequest(
+            f"{folder}: holds the model that it would be made from; name another folder"
+        )
+    if target.is_file() or (target.is_dir() and not (target / "config.json").is_file()):
+        raise BadRequest(f"{folder}: exists and is no checkpoint; name another folder")
 
 
 def _lay_out(checkpoint: Checkpoint, plan: TensorPlan, dtype: torch.dtype) -> _Layout:
@@ -169,9 +185,25 @@ def _make(
     weight = checkpoint.read(work.source)
     if work.scheme is None:
         planned = work.unit.tensors[0]
-        return {planned.name: weight.to(planned.dtype)}, None
+        return {planned.name: _kept(weight, planned.dtype, work.source)}, None
     qweight, stats = quantize_weight(weight, work.scheme, dtype, search, work.source)
     return compressed_tensors.to_tensors(work.module, qweight), stats
+
+
+def _kept(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor that stays float, in its stored dtype. BadTensor for NaN, Inf, or a number beyond
+    what that dtype holds."""
+    if not weight.is_floating_point():
+        return weight
+    kept = weight.to(dtype)
+    rows, rounded = (weight, kept) if weight.ndim else (weight.reshape(1), kept.reshape(1))
+    for start, stop in row_blocks(rows.shape[0], weight.numel() // max(rows.shape[0], 1)):
+        require_finite(rows[start:stop], name, start)
+        if dtype != weight.dtype and not bool(torch.isfinite(rounded[start:stop]).all()):
+            largest = float(rows[start:stop].abs().max())
+            raise BadTensor(name, f"holds {largest:.6g}, {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:.6g}",
+                            "save the model in bfloat16 first")  # fmt: skip
+    return kept
 
 
 def quantize_weight(

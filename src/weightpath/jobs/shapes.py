@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.engine import skeleton
 from weightpath.engine.load import tied_copy
-from weightpath.errors import BadCheckpoint, BadTensor
 from weightpath.paths.tensors import LinearShape, ModelShapes
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -29,26 +29,23 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 def model_shapes(checkpoint: Checkpoint) -> ModelShapes:
     """Every linear, the head and the embedding of a float checkpoint, checked against its model.
 
-    BadCheckpoint names a weight that the model needs and the checkpoint lacks; BadTensor one whose
-    shape is not the model's.
+    BadCheckpoint names a tensor that the model needs and the checkpoint lacks, or the other way
+    round; BadTensor one whose shape is not the model's.
     """
     dtype = stored_dtype(checkpoint)
     model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
     head = skeleton.head_name(model)
     copy = tied_copy(model, checkpoint)
+    stored = {name: info.shape for name, info in checkpoint.tensors.items()}
+    skeleton.check(model, stored, checkpoint.where)
     tied = bool(model.config.tie_word_embeddings) and head is not None
     shapes: list[LinearShape] = []
     for name, module in skeleton.linears(model).items():
         role = "linear" if name != head else "tied_head" if tied else "head"
         shapes.append(LinearShape(name, module.out_features, module.in_features, role))
-        if role != "tied_head":
-            _require(checkpoint, f"{name}.weight", (module.out_features, module.in_features))
-    if head is not None:
-        table = skeleton.embedding_name(model)
-        rows, columns = model.get_input_embeddings().weight.shape  # type: ignore[union-attr]
-        _require(checkpoint, f"{table}.weight", (rows, columns))
-        if not tied:
-            shapes.append(LinearShape(table, rows, columns, "embedding"))
+    if head is not None and not tied:
+        rows, columns = _weight(model.get_input_embeddings()).shape
+        shapes.append(LinearShape(skeleton.embedding_name(model), rows, columns, "embedding"))
     total = 0
     for name, info in checkpoint.tensors.items():
         width = dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize
@@ -56,18 +53,10 @@ def model_shapes(checkpoint: Checkpoint) -> ModelShapes:
     return ModelShapes(tuple(shapes), tied, DTYPES[dtype], total)
 
 
-def _require(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> None:
-    if name not in checkpoint.tensors:
-        raise BadCheckpoint(
-            checkpoint.where, f"tensor {name} is missing", "fetch the checkpoint again"
-        )
-    found = checkpoint.tensors[name].shape
-    if tuple(found) != shape:
-        raise BadTensor(
-            name,
-            f"shape {tuple(found)}, config.json wants {shape}",
-            "the checkpoint does not match its config.json",
-        )
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from weightpath.bench.decode import SpeedResult
+from weightpath.checkpoints.demo import DEMO_HUB_ID
 from weightpath.device.profile import HardwareProfile, to_dict
 from weightpath.engine.generate import Answer
 from weightpath.jobs.inspect import Inspection
 from weightpath.jobs.plan import Plan
 from weightpath.jobs.verify import Verification
+from weightpath.report import data as report_data_types
+from weightpath.report.data import ReportData
 from weightpath.version import __version__
 
 
@@ -25,14 +28,14 @@ def report_data(
     question: str = "",
     reply: Answer | None = None,
     command: str = "",
-) -> dict[str, Any]:
+) -> ReportData:
     """What the report and the model card are made from (see report.data)."""
-    data: dict[str, Any] = {
+    data: ReportData = {
         "model": model,
         "scheme": plan.path_name,
         "version": __version__,
         "command": command,
-        "base_model": Path(model).name,
+        "base_model": base_model(model),
         "device": to_dict(profile),
         "plan": plan_section(plan),
         "written": written_section(inspection),
@@ -51,32 +54,33 @@ def report_data(
     return data
 
 
-def plan_section(plan: Plan) -> dict[str, Any]:
+def base_model(model: str) -> str:
+    """The source's name for a card: a hub id where it is one, else a folder's or file's last name."""
+    if model == "demo":
+        return DEMO_HUB_ID
+    return Path(model).name if Path(model).expanduser().exists() else model
+
+
+def plan_section(plan: Plan) -> report_data_types.Plan:
     """The plan as the report reads it: tensors grouped by scheme and reason."""
-    groups: dict[tuple[str, str, str], int] = {}
-    for item in plan.tensors.decisions:
-        name = item.scheme.name if item.scheme else "as it is"
-        key = (item.shape.role.replace("_", " "), name, item.reason)
-        groups[key] = groups.get(key, 0) + 1
-    tensors = [
-        {"what": role, "scheme": scheme, "count": count, "reason": reason}
-        for (role, scheme, reason), count in groups.items()
-    ]
-    section: dict[str, Any] = {
+    groups = Counter(
+        (d.shape.role.replace("_", " "), d.scheme.name if d.scheme else "as it is", d.reason)
+        for d in plan.tensors.decisions
+    )
+    section: report_data_types.Plan = {
         "chosen": plan.path_name,
-        "reasons": [],
-        "rejected": [],
-        "tensors": tensors,
+        "tensors": [
+            {"what": role, "scheme": scheme, "count": count, "reason": reason}
+            for (role, scheme, reason), count in groups.items()
+        ],
     }
     if plan.selection is not None:
         section["reasons"] = list(plan.selection.reasons)
-        section["rejected"] = [
-            {"name": name, "reason": why} for name, why in plan.selection.rejected
-        ]
+        section["rejected"] = [{"name": n, "reason": why} for n, why in plan.selection.rejected]
     return section
 
 
-def written_section(inspection: Inspection) -> dict[str, Any]:
+def written_section(inspection: Inspection) -> report_data_types.Written:
     """What was written, as the report reads it."""
     by_scheme: dict[str, int] = {}
     for kind in inspection.kinds:

@@ -116,11 +116,17 @@ def verify_models(
 
 
 def text_windows(tokenizer: Any, options: VerifyOptions) -> tuple[list[Window], str]:
-    """The windows to measure on, and in words what they are."""
+    """The windows to measure on, and in words what they are. BadRequest for fewer than two, which
+    give no interval."""
     documents, rule = read_documents(options.text) if options.text else default_documents()
     cut = windows(
         tokenizer, documents, options.length, options.limit, contiguous=options.contiguous
     )
+    if min(len(cut), options.floor_windows) < 2:
+        raise BadRequest(
+            f"{rule}: {len(cut)} windows of {options.length} tokens, {options.floor_windows} for the "
+            "noise floor; an interval needs 2 of each, so allow more windows or give a longer text"
+        )
     shape = "in a row" if options.contiguous else "within documents"
     return cut, f"{rule}; {len(cut)} windows of up to {options.length} tokens {shape}"
 

@@ -49,6 +49,10 @@ def _triton(layer: Layer) -> str | None:
 
 
 def _torch(layer: Layer) -> str | None:
+    if not layer.scheme.divides(layer.in_features):
+        return (
+            f"group size {layer.scheme.group_size} does not divide in_features {layer.in_features}"
+        )
     if (
         layer.scheme.bits == 8
         and layer.scheme.symmetric

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from weightpath.errors import BadRequest
+
 MIDPOINT = 8
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """4-bit codes uint8 [N, K], K even, to bytes uint8 [N, K/2]."""
+    """4-bit codes uint8 [N, K], K even, to bytes uint8 [N, K/2]. BadRequest where K is odd."""
+    if codes.shape[1] % 2:
+        raise BadRequest(f"codes {list(codes.shape)}: K is odd; 4-bit codes are packed in pairs")
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
@@ -70,10 +74,16 @@ def int8_linear(
 ) -> Tensor:
     """x times an int8 weight; the product in x's dtype, scale and bias in fp32, cast to `out`.
 
-    The cast of an int8 code to bf16, fp16 or wider is exact.
+    The cast of an int8 code to bf16, fp16 or wider is exact. fp16 ends at 65504, which a product
+    with codes of up to 127 passes long before the scaled result does: it is taken in fp32.
     """
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = linear(x, codes.to(x.dtype)).to(work) * scale.to(work)
+    if x.dtype == torch.float16:
+        with torch.autocast(x.device.type, enabled=False):
+            y = linear(x.float(), codes.float())
+    else:
+        y = linear(x, codes.to(x.dtype)).to(work)
+    y = y * scale.to(work)
     if bias is not None:
         y = y + bias.to(work)
     return y.to(out)

@@ -3,9 +3,12 @@
 Buffers: packed uint8 [N, K/2] (column 2i in the low nibble of byte i), scales [N, nG] as stored,
 zeros uint8 [N, nG] or None when symmetric; bias as it was, or None. `activation_bits` 8 quantizes
 the activations per row as they arrive, the arithmetic of a W4A8 path; 16 leaves them float.
+A cast of the model (`model.to(torch.bfloat16)`) leaves the scales as stored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +84,9 @@ class Int4Linear(nn.Module):
                 f"in_features {qweight.in_features} is odd",
                 "4-bit codes are packed in pairs: use int8",
             )
-        zeros = None if qweight.zeros is None else qweight.zeros.to(torch.uint8)
+        qweight.check(name)
         packed = reference.pack_nibbles(qweight.codes)
+        zeros = qweight.zeros_as_codes(name)
         return cls(packed, qweight.scales, zeros, qweight.scheme, bias)
 
     @property
@@ -99,6 +103,14 @@ class Int4Linear(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the codes stand for."""
         return reference.dequantize_int4(self.packed, self.scales, self.zeros, dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
+        """What `to`, `half` and the like do; scales follow to a device, never to a dtype."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):

@@ -2,10 +2,12 @@
 
 Buffers: codes int8 [N, K], scale fp32 [N]; bias as it was, or None. A drop-in for nn.Linear.
 Under autocast the product runs in the autocast dtype and the output stays fp32, so that the scale
-is never rounded to bf16.
+is never rounded to bf16; nor is it when the model is cast (`model.to(torch.bfloat16)`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +49,14 @@ class Int8Linear(nn.Module):
         """Take over an 8-bit per-channel symmetric QWeight (codes stored +128)."""
         scheme = qweight.scheme
         per_channel = scheme.group_size == PER_CHANNEL or qweight.scales.shape[1] == 1
-        if scheme.bits != 8 or not scheme.symmetric or not per_channel or qweight.g_idx is not None:
+        plain = qweight.g_idx is None and qweight.minimums is None
+        if scheme.bits != 8 or not scheme.symmetric or not per_channel or not plain:
             raise BadTensor(
                 name,
                 f"scheme {scheme.name} is not int8 per channel",
                 "load it as 4-bit groups, or requantize",
             )
+        qweight.check(name)
         codes = (qweight.codes.to(torch.int16) - 128).to(torch.int8)
         return cls(codes, qweight.scales[:, 0].float(), bias)
 
@@ -70,6 +74,14 @@ class Int8Linear(nn.Module):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the codes stand for."""
         return (self.codes.float() * self.scale[:, None]).to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        """What `to`, `half` and the like do; the scale follows to a device, never to a dtype."""
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from weightpath.errors import BadRequest
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
-from weightpath.scheme import Scheme
+from weightpath.scheme import INT8, Scheme
 
 LowBitLinear = Int4Linear | Int8Linear
+READ_THE_WEIGHT = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch that read the weights of their linears past `forward`."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,22 @@ def quantize_model(
 
     scheme: for all linears; one whose in_features the group does not divide becomes int8.
     head: for the output head (None keeps it float). A head tied to the embedding gets its own
-    low-bit copy and the embedding keeps the original. skip(name) keeps a linear float.
+    low-bit copy and the embedding keeps the original. skip(name) keeps a linear float. So does a
+    module that is more than a linear: a subclass with a forward of its own, or one whose weight
+    torch reads past its forward (the projection of nn.MultiheadAttention).
     """
+    if isinstance(model, nn.Linear):
+        raise BadRequest("the model is itself a linear: use Int8Linear or Int4Linear.from_linear")
     scheme = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
     head_scheme = Scheme.parse(head) if isinstance(head, str) else head
-    head_module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head_module = find_head() if callable(find_head) else None
     replaced: dict[str, Scheme] = {}
     kept: dict[str, str] = {}
+    bound = _more_than_linear(model)
+    places: dict[int, list[str]] = {}  # a module used at several names is one linear
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(name)
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear):
             continue
@@ -80,11 +91,15 @@ def quantize_model(
         if skip is not None and skip(name):
             kept[name] = "named in skip"
             continue
+        if id(module) in bound:
+            kept[name] = bound[id(module)]
+            continue
         if chosen.bits != 8 and not chosen.divides(module.in_features):
-            chosen = Scheme(8)
-        low = _quantize(module, chosen, name)
+            chosen = INT8
+        low = _quantize(module, chosen, f"{name}.weight")
         low.train(module.training)
-        replace_module(model, name, low)
+        for place in places[id(module)]:
+            replace_module(model, place, low)
         replaced[name] = chosen
         if module is head_module and getattr(
             getattr(model, "config", None), "tie_word_embeddings", False
@@ -93,8 +108,22 @@ def quantize_model(
     return Swapped(replaced, kept)
 
 
+def _more_than_linear(model: nn.Module) -> dict[int, str]:
+    """id -> why, for linears that must not be replaced: their weight is used otherwise too."""
+    found: dict[int, str] = {}
+    for parent in model.modules():
+        for child in parent.children():
+            if not isinstance(child, nn.Linear):
+                continue
+            if isinstance(parent, READ_THE_WEIGHT):
+                found[id(child)] = f"{type(parent).__name__} reads its weight itself"
+            elif type(child).forward is not nn.Linear.forward:
+                found[id(child)] = f"{type(child).__name__} has a forward of its own"
+    return found
+
+
 def _quantize(linear: nn.Linear, scheme: Scheme, name: str) -> LowBitLinear:
-    if scheme.bits == 8 and scheme.symmetric and scheme.group_size == -1:
+    if scheme == INT8:
         return Int8Linear.from_linear(linear, name)
     if scheme.bits == 4:
         return Int4Linear.from_linear(linear, scheme, name)

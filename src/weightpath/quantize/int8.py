@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightpath.quantize.stats import QuantizeStats, not_a_matrix, require_finite, row_blocks
+from weightpath.errors import BadRequest
+from weightpath.quantize.stats import QuantizeStats, require_finite, require_matrix, row_blocks
 from weightpath.qweight import QWeight
 from weightpath.scheme import INT8, Scheme
 
@@ -24,10 +25,9 @@ def quantize_per_channel(weight: Tensor, name: str = "weight") -> tuple[Tensor, 
 
     Raises BadTensor naming the first NaN or infinite element.
     """
-    if weight.ndim != 2:
-        raise not_a_matrix(weight, name)
-    require_finite(weight, name)
+    require_matrix(weight, name)
     exact = weight.detach().float()
+    require_finite(exact, name)
     largest = exact.abs().amax(dim=1)
     scale = torch.where(largest > 0, (largest / 127).clamp_min(TINY), torch.zeros_like(largest))
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -47,25 +47,26 @@ def quantize_int8(
 
     Proceeds in blocks of rows, so that temporaries stay small beside the weight.
     """
-    if weight.ndim != 2:
-        raise not_a_matrix(weight, name)
+    require_matrix(weight, name)
+    if scheme.bits != 8 or not scheme.symmetric or scheme.groups(weight.shape[1]) != 1:
+        raise BadRequest(f"scheme {scheme.name}: int8 is 8 bits, symmetric, per channel; use int8")
     n, k = weight.shape
-    unsigned = torch.empty((n, k), dtype=torch.uint8)
-    scales = torch.empty((n, 1), dtype=torch.float32)
+    unsigned = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
+    scales = torch.empty((n, 1), dtype=torch.float32, device=weight.device)
     stats = QuantizeStats()
     for start, stop in row_blocks(n, k):
-        require_finite(weight[start:stop], name, start)
         exact = weight[start:stop].detach().float()
+        require_finite(exact, name, start)
         codes, scale = quantize_per_channel(exact, name)
         unsigned[start:stop] = codes.to(torch.int16).add_(128).to(torch.uint8)
         scales[start:stop, 0] = scale
-        error = dequantize(codes, scale).sub_(exact)
+        error = dequantize(codes, scale).double().sub_(exact)
         largest = exact.abs().amax(dim=1)
         stats += QuantizeStats(
             weights=exact.numel(),
             groups=stop - start,
-            squared_error=float(error.square_().sum(dtype=torch.float64)),
-            squared_weight=float(exact.square().sum(dtype=torch.float64)),
+            squared_error=float(error.square_().sum()),
+            squared_weight=float(exact.double().square_().sum()),
             zero_groups=int((largest == 0).sum()),
             raised_scales=int(((largest > 0) & (largest / 127 < TINY)).sum()),
         )

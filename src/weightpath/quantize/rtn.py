@@ -22,7 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from weightpath.quantize.stats import QuantizeStats, not_a_matrix, require_finite, row_blocks
+from weightpath.quantize.stats import QuantizeStats, require_finite, require_matrix, row_blocks
 from weightpath.qweight import QWeight
 from weightpath.scheme import Scheme
 
@@ -43,18 +43,18 @@ def quantize_rtn(
     search=False keeps the whole range of every group (min-max). Raises BadTensor on NaN or Inf,
     naming the index, and BadRequest when the group size does not divide K.
     """
-    if weight.ndim != 2:
-        raise not_a_matrix(weight, name)
+    require_matrix(weight, name)
     n, k = weight.shape
     groups = scheme.groups(k)
-    codes = torch.empty((n, k), dtype=torch.uint8)
-    scales = torch.empty((n, groups), dtype=scale_dtype)
-    zeros = None if scheme.symmetric else torch.empty((n, groups), dtype=torch.int16)
+    device = weight.device
+    codes = torch.empty((n, k), dtype=torch.uint8, device=device)
+    scales = torch.empty((n, groups), dtype=scale_dtype, device=device)
+    zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.int16)
     stats = QuantizeStats()
     for start, stop in row_blocks(n, k):
-        require_finite(weight[start:stop], name, start)
-        block = weight[start:stop].detach().float().reshape(-1, k // groups)
-        chosen = _quantize_groups(block, scheme, scale_dtype, search)
+        block = weight[start:stop].detach().float()
+        require_finite(block, name, start)
+        chosen = _quantize_groups(block.reshape(-1, k // groups), scheme, scale_dtype, search)
         codes[start:stop] = chosen.codes.view(stop - start, k)
         scales[start:stop] = chosen.scale.view(stop - start, groups)
         if zeros is not None:
@@ -64,11 +64,21 @@ def quantize_rtn(
 
 
 class _Best:
-    """The best codes so far for a block of groups [B, G], and the error of each group."""
+    """The best codes so far for a block of groups [B, G], and the error of each group.
+
+    weight and scale are held in units of a power of two near each group's largest weight, which is
+    exact and keeps squared errors clear of overflow and underflow; `stored` sees the real scale.
+    """
 
     def __init__(self, weight: Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> None:
-        self.weight, self.scheme, self.scale_dtype = weight, scheme, scale_dtype
-        self.error = torch.full((weight.shape[0], 1), torch.inf)
+        self.real, self.scheme, self.scale_dtype = weight, scheme, scale_dtype
+        self.low = weight.amin(1, keepdim=True).clamp_max_(0)
+        self.high = weight.amax(1, keepdim=True).clamp_min_(0)
+        self.empty = (self.low == 0) & (self.high == 0)
+        self.unit = _power_of_two(torch.maximum(self.low.neg(), self.high))
+        self.weight = weight / self.unit
+        self.low, self.high = self.low / self.unit, self.high / self.unit
+        self.error = torch.full_like(self.unit, torch.inf)
         self.scale = torch.ones_like(self.error)
         self.zero = torch.full_like(self.error, float(scheme.midpoint))
         self.limits = torch.finfo(scale_dtype)
@@ -76,7 +86,8 @@ class _Best:
 
     def stored(self, scale: Tensor) -> Tensor:
         """The scale as its stored type holds it, never zero, subnormal or infinite."""
-        return scale.clamp(self.limits.tiny, self.limits.max).to(self.scale_dtype).float()
+        held = (scale * self.unit).clamp(self.limits.tiny, self.limits.max).to(self.scale_dtype)
+        return held.float() / self.unit
 
     def codes_for(self, scale: Tensor, zero: Tensor) -> Tensor:
         """Nearest codes, as floats [B, G]."""
@@ -93,22 +104,30 @@ class _Best:
         self.zero = torch.where(better, zero, self.zero)
         return codes
 
-    def finish(self, raw_scale: Tensor, empty: Tensor) -> _Best:
+    def finish(self, raw_scale: Tensor) -> _Best:
         """Final codes; groups of zeros get scale 1 and the code of zero. Counts what was mended."""
-        self.scale = torch.where(empty, torch.ones_like(self.scale), self.scale)
         codes = self.codes_for(self.scale, self.zero)
-        final = codes.sub(self.zero).mul_(self.scale).sub_(self.weight)
+        self.scale = torch.where(self.empty, torch.ones_like(self.scale), self.scale * self.unit)
+        final = codes.sub(self.zero).mul_(self.scale).double().sub_(self.real)
         self.codes = codes.to(torch.uint8)
+        raw = raw_scale * self.unit
         self.stats = QuantizeStats(
-            weights=self.weight.numel(),
-            groups=self.weight.shape[0],
-            squared_error=float(final.square().sum(dtype=torch.float64)),
-            squared_weight=float(self.weight.square().sum(dtype=torch.float64)),
-            zero_groups=int(empty.sum()),
-            raised_scales=int(((raw_scale < self.limits.tiny) & ~empty).sum()),
-            lowered_scales=int((raw_scale > self.limits.max).sum()),
+            weights=self.real.numel(),
+            groups=self.real.shape[0],
+            squared_error=float(final.square_().sum()),
+            squared_weight=float(self.real.double().square_().sum()),
+            zero_groups=int(self.empty.sum()),
+            raised_scales=int(((raw < self.limits.tiny) & ~self.empty).sum()),
+            lowered_scales=int((raw > self.limits.max).sum()),
         )
         return self
+
+
+def _power_of_two(largest: Tensor) -> Tensor:
+    """The power of two at or below each fp32 value >= 0, read from its exponent bits; at least
+    the smallest normal number."""
+    exponent = largest.view(torch.int32) & 0x7F800000
+    return exponent.view(torch.float32).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _quantize_groups(
@@ -116,8 +135,7 @@ def _quantize_groups(
 ) -> _Best:
     """Scale, zero and codes for a block of groups [B, G]."""
     best = _Best(weight, scheme, scale_dtype)
-    low = weight.amin(1, keepdim=True).clamp_max_(0)
-    high = weight.amax(1, keepdim=True).clamp_min_(0)
+    low, high = best.low, best.high
     if scheme.symmetric:
         raw = torch.maximum(low.neg(), high).mul_(2 / scheme.top_code)
         zero = torch.full_like(raw, float(scheme.midpoint))
@@ -132,7 +150,7 @@ def _quantize_groups(
     if search:
         for _ in range(POLISH_ROUNDS):
             _polish(best)
-    return best.finish(raw, (low == 0) & (high == 0))
+    return best.finish(raw)
 
 
 def _polish(best: _Best) -> None:

@@ -71,10 +71,11 @@ def row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def not_a_matrix(weight: Tensor, name: str) -> BadTensor:
-    """The error for a weight that is not [out_features, in_features]."""
-    return BadTensor(
-        name,
-        f"shape {tuple(weight.shape)}, wanted [out_features, in_features]",
-        "only the weights of linear layers are quantized",
-    )
+def require_matrix(weight: Tensor, name: str) -> None:
+    """BadTensor unless a weight is [out_features, in_features] with elements in it."""
+    if weight.ndim != 2 or weight.numel() == 0:
+        raise BadTensor(
+            name,
+            f"shape {tuple(weight.shape)}, wanted [out_features, in_features]",
+            "only the weights of linear layers are quantized",
+        )

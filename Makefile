@@ -1,0 +1,36 @@
+# `make run` takes a fresh clone to a proven low-bit model; `make test` checks everything.
+# Needs Python 3.11 or newer, a C++ compiler and PyPI. Nothing is installed outside .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
+
+.PHONY: run test check interop bench clean
+
+run: $(VENV)/.installed
+	$(BIN)/weightpath build demo
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not interop and not gpu"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+interop: $(VENV)/.installed
+	$(BIN)/python -m pytest -m interop -s tests/interop
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/fidelity_table.py
+	$(BIN)/python benchmarks/quantize_cost.py
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-*
