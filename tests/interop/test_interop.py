@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 SCHEMES = ("w4g64", "w4g64-asym")
 PROMPTS = (
     "What is the capital of France?",
-    "List three things that a gardener does in spring.",
+    "Explain in one sentence why the sky is blue.",
     "Explain in one sentence why ice floats on water.",
 )
 MAX_TOKENS = 12

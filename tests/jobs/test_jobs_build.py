@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import weightpath
-from tiny_checkpoint import make_checkpoint
+from tiny_checkpoint import build_tokenizer, make_checkpoint
 from tiny_gguf_file import write_tiny_gguf
 from weightpath.device.probe import probe
 from weightpath.device.profile import device_class
@@ -20,6 +21,7 @@ from weightpath.errors import BadCheckpoint, BadRequest
 from weightpath.jobs.build import Build, BuildOptions, build, default_folder
 from weightpath.jobs.inspect import inspect_folder
 from weightpath.jobs.verify import VerifyOptions
+from weightpath.nn.int4_linear import Int4Linear
 
 STAGES = ["device", "plan", "written", "fidelity", "speed", "answer", "files"]
 
@@ -148,9 +150,9 @@ def test_a_following_plan_is_verified_by_the_record_and_names_its_file(
     assert after.selection.verified
     assert done.result.record is not None
     assert any(str(done.result.record) in reason for reason in after.selection.reasons)
-    phone = weightpath.plan(done.source, probe(device="xeon-amx-h200"))
-    assert phone.selection is not None
-    assert not phone.selection.verified
+    other = weightpath.plan(done.source, probe(device="xeon-amx-h200"))
+    assert other.selection is not None
+    assert not other.selection.verified
 
 
 def test_the_record_holds_what_was_measured(done: Done) -> None:
@@ -253,3 +255,36 @@ def test_a_model_that_the_runtime_leaves_whole_is_refused_before_the_work(
     source = make_checkpoint(tmp_path / "m", hidden_size=36, intermediate_size=40, head_dim=10)
     with pytest.raises(BadRequest, match="nothing to quantize"):
         build(str(source), options(text, runtime="vllm", output=tmp_path / "out"), profile)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_models_of_the_comparison_are_gone_before_speed_is_measured(
+    tiny_llama: Path, text: Path
+) -> None:
+    def alive() -> int:
+        return sum(type(item) is Int4Linear for item in gc.get_objects())
+
+    seen: dict[str, int] = {}
+    gc.collect()
+    before = alive()
+    build(
+        str(tiny_llama),
+        options(text, record=False),
+        stage=lambda name, _: seen.update({name: alive() - before}),
+    )
+    assert seen["fidelity"] == 0
+
+
+def test_an_encoder_is_refused_before_the_work(tmp_path: Path, text: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    source = BertModel(BertConfig(vocab_size=128, intermediate_size=128, **sizes))
+    source.save_pretrained(tmp_path / "m")
+    build_tokenizer().save_pretrained(tmp_path / "m")
+    with pytest.raises(BadRequest, match="BertModel predicts no next token"):
+        build(str(tmp_path / "m"), options(text, output=tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))
+    weightpath.quantize(tmp_path / "m", tmp_path / "low", scheme="int8")
+    with pytest.raises(BadRequest, match="BertModel predicts no next token"):
+        weightpath.verify(tmp_path / "low", tmp_path / "m", options(text).verify)

@@ -164,6 +164,22 @@ def test_a_bad_option_is_one_clear_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize("content", ["[", '[{"name": "a"}]', '[{"name": "a", "prompt": "b"}]'])
+def test_bad_prompts_are_refused_before_anything_is_measured(
+    tiny_low_bit: Path, tiny_llama: Path, text: Path, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "prompts.json").write_text(content)
+    seen: list[str] = []
+    with pytest.raises(BadRequest, match="prompts"):
+        weightpath.verify(
+            tiny_low_bit,
+            tiny_llama,
+            options(text, prompts=tmp_path / "prompts.json"),
+            progress=lambda label, done, total: seen.append(label),
+        )
+    assert set(seen) <= {"loading"}
+
+
 def test_the_two_must_be_of_one_vocabulary(tiny_low_bit: Path, tmp_path: Path, text: Path) -> None:
     other = make_checkpoint(tmp_path / "other", vocab_size=160)
     with pytest.raises(BadRequest, match=r"\[95, 160\].*\[95, 128\]"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -9,6 +10,11 @@ import typer
 from weightpath.cli import build, inspect, plan, probe, quantize, run, verify
 from weightpath.errors import WeightpathError
 from weightpath.version import __version__
+
+SPIN_COUNT = "10000"
+"""Turns that an idle thread of torch's OpenMP pool spins before it sleeps, read when torch is first
+imported. libgomp's own 300,000 makes a forward pass 4 to 5 times slower where another program has
+the core that it waits for (docs/experiments.md, spinning)."""
 
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 """ClickException, the base of usage errors; some versions of typer carry their own click."""
@@ -39,6 +45,7 @@ def version_option(
 
 def main() -> None:
     """Entry point. Errors of ours and of usage are one line on stderr; Ctrl-C keeps finished work."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     try:
         code = app(standalone_mode=False)
     except WeightpathError as error:

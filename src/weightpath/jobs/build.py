@@ -7,6 +7,7 @@ Each stage hands its result to `stage` as it is finished, so that a caller can s
 from __future__ import annotations
 
 import datetime
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from weightpath.checkpoints.locate import open_model
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.device.probe import probe
 from weightpath.device.profile import HardwareProfile, device_class, to_dict
+from weightpath.engine import skeleton
 from weightpath.engine.generate import Answer, answer
 from weightpath.engine.load import (
     Progress,
@@ -37,6 +39,7 @@ from weightpath.jobs.verify import (
     Verification,
     VerifyOptions,
     compute_dtype,
+    require_decoder,
     text_windows,
     tokenizer_folder,
     verify_models,
@@ -67,7 +70,7 @@ class BuildOptions:
     rounds: int = 3
     speed_seconds: float = 60.0
     question: str = QUESTION
-    answer_tokens: int = 64
+    answer_tokens: int = 48
     record: bool = True
 
 
@@ -135,7 +138,9 @@ def build(
         raise BadRequest(
             f"path {path.name} on this device: {path.built_by}; name a scheme with `weightpath quantize`"
         )
-    load_tokenizer(_source_folder(checkpoint))  # needed at the end: say now if there is none
+    # Needed at the end; what is not there is said now.
+    load_tokenizer(_source_folder(checkpoint))
+    require_decoder(skeleton.build(checkpoint.config, torch.bfloat16, checkpoint.where))
     folder = options.output or default_folder(model, plan)
     overwrite = options.overwrite or options.output is None
     recipe = Recipe(Path(model).name, __version__, path.name, plan.activation_bits)
@@ -184,7 +189,10 @@ def _verify(
     cut, description = text_windows(tokenizer, chosen)
     reference = load_float(checkpoint, torch.bfloat16, dtype, chosen.device)
     model = load(folder, chosen.device, dtype, chosen.backend, chosen.activation_bits, progress)
-    return verify_models(reference, model, tokenizer, cut, description, chosen, progress)
+    found = verify_models(reference, model, tokenizer, cut, description, chosen, progress)
+    del reference, model
+    gc.collect()  # model.weightpath points back to its model, a cycle
+    return found
 
 
 def _run(

@@ -13,7 +13,7 @@ from weightpath.checkpoints.store import Checkpoint
 from weightpath.device.probe import probe
 from weightpath.engine.load import Progress, load, load_float, load_tokenizer, no_progress
 from weightpath.errors import BadRequest
-from weightpath.fidelity.greedy import GreedyResult, greedy_agreement, read_prompts
+from weightpath.fidelity.greedy import MINIMUM_PROMPTS, GreedyResult, greedy_agreement, read_prompts
 from weightpath.fidelity.logits import compare, noise_floor
 from weightpath.fidelity.metrics import FidelitySummary, summarize
 from weightpath.fidelity.text import Window, default_documents, read_documents, windows
@@ -89,6 +89,10 @@ def verify_models(
     progress: Progress = no_progress,
 ) -> Verification:
     """The same for models that are loaded already."""
+    require_decoder(reference)
+    prompts = read_prompts(options.prompts)
+    if len(prompts) < MINIMUM_PROMPTS:
+        raise BadRequest(f"{len(prompts)} prompts; k of n needs at least {MINIMUM_PROMPTS}")
     scores = compare(
         reference, model, cut, lambda done, total: progress("comparing logits", done, total)
     )
@@ -101,7 +105,7 @@ def verify_models(
         reference,
         model,
         tokenizer,
-        read_prompts(options.prompts),
+        prompts,
         options.prompt_tokens,
         progress=lambda done, total: progress("greedy prompts", done, total),
     )
@@ -113,6 +117,15 @@ def verify_models(
         noise_floor=summarize(floor),
         greedy=greedy,
     )
+
+
+def require_decoder(model: Any) -> None:
+    """BadRequest for a model without next-token logits, which is what is compared."""
+    if not model.can_generate():
+        raise BadRequest(
+            f"{type(model).__name__} predicts no next token, which is what is compared; take a "
+            "decoder, or compare an encoder's outputs yourself (weightpath.load)"
+        )
 
 
 def text_windows(tokenizer: Any, options: VerifyOptions) -> tuple[list[Window], str]:
