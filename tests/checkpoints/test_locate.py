@@ -201,6 +201,7 @@ def test_the_demo_model_loads_and_answers_through_its_chat_template(demo_folder:
 def test_the_demo_folder_has_its_published_shape_and_is_reused(
     demo_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WEIGHTPATH_CACHE", str(demo_folder.parent))
     checkpoint = open_model("demo")
     assert checkpoint.tensors["model.embed_tokens.weight"].shape == (49152, 576)
     assert sum(info.nbytes for info in checkpoint.tensors.values()) == 2 * 134_515_008

@@ -15,6 +15,7 @@ from tiny_checkpoint import edit_tensors, make_checkpoint
 from weightpath.checkpoints.store import open_checkpoint
 from weightpath.device.profile import HardwareProfile, from_dict
 from weightpath.errors import BadRequest
+from weightpath.jobs.make import make
 from weightpath.jobs.plan import plan_model, plan_scheme
 from weightpath.jobs.shapes import model_shapes, stored_dtype
 from weightpath.paths.evidence import Evidence
@@ -158,6 +159,18 @@ def test_the_plans_scheme_is_that_of_most_linears(tmp_path: Path) -> None:
     made = plan_model("m", open_checkpoint(source), machine(cpu_flags=[]), runtime="weightpath",
                       evidence=Evidence())  # fmt: skip
     assert made.scheme is not None
+
+
+@pytest.mark.parametrize(("priority", "bits"), [("speed", 8), ("fidelity", 16)])
+def test_the_paths_activation_bits_are_the_plans_and_go_into_the_manifest(
+    tiny_llama: Path, tmp_path: Path, priority: str, bits: int
+) -> None:
+    made = plan_model("m", open_checkpoint(tiny_llama), machine(), priority, evidence=Evidence())
+    assert made.activation_bits == bits
+    make(str(tiny_llama), tmp_path / "out", priority=priority, profile=machine())
+    manifest = json.loads((tmp_path / "out" / "weightpath.json").read_text())
+    assert (manifest["path"], manifest["activation_bits"]) == (made.path_name, bits)
+    assert weightpath.load(tmp_path / "out").weightpath.activation_bits == bits  # type: ignore[union-attr]
 
 
 def test_a_phone_takes_an_exported_graph(tiny_llama: Path) -> None:

@@ -28,7 +28,7 @@ from weightpath.checkpoints.store import Checkpoint, open_checkpoint
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 from weightpath.jobs.make import make
 from weightpath.jobs.plan import plan_scheme
-from weightpath.jobs.quantize import Quantized, Recipe, quantize_checkpoint
+from weightpath.jobs.quantize import Quantized, Recipe, _account, quantize_checkpoint
 from weightpath.paths.tensors import TensorPlan
 from weightpath.quantize.int8 import quantize_int8
 from weightpath.quantize.rtn import quantize_rtn
@@ -120,6 +120,17 @@ def test_the_account_is_not_blind(tmp_path: Path) -> None:
         edit_tensors(folder, spoil)
         with pytest.raises((AssertionError, KeyError)):
             account_for(source, folder, done)
+
+
+def test_a_tensor_that_is_lost_or_invented_stops_the_write(tiny_llama: Path) -> None:
+    checkpoint = open_checkpoint(tiny_llama)
+    outcomes = dict.fromkeys(checkpoint.tensors, "copied")
+    _account(checkpoint, outcomes)
+    with pytest.raises(BadTensor, match=r"invented\.weight: is not accounted for"):
+        _account(checkpoint, outcomes | {"invented.weight": "copied"})
+    del outcomes["model.norm.weight"]
+    with pytest.raises(BadTensor, match=r"model\.norm\.weight: is not accounted for"):
+        _account(checkpoint, outcomes)
 
 
 def test_floats_are_kept_in_fp16_where_most_of_the_source_is_fp16(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 import typer
 
@@ -53,13 +54,14 @@ def main() -> None:
     except UsageProblem as error:
         _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; what was finished is kept, run the same command to go on", 130)
+        code = 130
     except BrokenPipeError:
         sys.exit(0)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
+    if code == 130:  # typer answers Ctrl-C with it too
+        _fail("interrupted; what was finished is kept, run the same command to go on", 130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print("weightpath: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(code)

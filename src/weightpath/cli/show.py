@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 stdout = Console(soft_wrap=True, highlight=False)
 stderr = Console(stderr=True, highlight=False)
+
+WORTH_A_LINE = 1.0
+"""Seconds from which a finished task is worth a line where no bar can move."""
 
 
 def emit_json(value: Any) -> None:
@@ -34,24 +45,53 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr; the yielded function takes (label, done, total). A label's first word names
-    the task, so one bar serves "quantizing a", "quantizing b", ..."""
-    columns = (
+    """Bars on stderr; the yielded function takes (label, done, total).
+
+    A label's first word names the task: "quantizing a" and "quantizing b" move one bar. A bar ends
+    when its task is done, so that what is printed next stands below it. Where stderr is no
+    terminal, a task that took a second or more leaves one line when it is done.
+    """
+    bar: Progress | None = None
+    task, key = TaskID(0), ""
+    started = 0.0
+
+    def end() -> None:
+        nonlocal bar, key
+        if bar is not None:
+            bar.stop()
+        bar, key = None, ""
+
+    def update(label: str, done: int, total: int) -> None:
+        nonlocal bar, task, key, started
+        word = label.replace(":", " ").split(" ")[0]
+        if word != key:
+            end()
+            key, started = word, time.perf_counter()
+            if stderr.is_terminal:
+                bar = Progress(*_columns(), console=stderr)
+                task = bar.add_task(label, total=total)
+                bar.start()
+        if bar is not None:
+            bar.update(task, description=label, completed=done, total=total)
+        if done >= total:
+            seconds = time.perf_counter() - started
+            if bar is None and seconds >= WORTH_A_LINE:
+                stderr.print(f"{word:<12} [{'#' * 32}] 100%, {seconds:.1f} s", markup=False)
+            end()
+
+    try:
+        yield update
+    finally:
+        end()
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    return (
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr, transient=not sys.stderr.isatty()) as bar:
-        tasks: dict[str, Any] = {}
-
-        def update(label: str, done: int, total: int) -> None:
-            key = label.split(":")[0].split(" ")[0]
-            if key not in tasks:
-                tasks[key] = bar.add_task(label, total=total)
-            bar.update(tasks[key], description=label, completed=done, total=total)
-
-        yield update
 
 
 def heading(text: str) -> None:

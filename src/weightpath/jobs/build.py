@@ -31,6 +31,7 @@ from weightpath.engine.load import (
     no_progress,
 )
 from weightpath.errors import BadRequest
+from weightpath.fidelity.text import Window
 from weightpath.jobs.inspect import Inspection, inspect_folder
 from weightpath.jobs.plan import Plan, plan_model
 from weightpath.jobs.quantize import Quantized, Recipe, quantize_checkpoint
@@ -41,7 +42,6 @@ from weightpath.jobs.verify import (
     compute_dtype,
     require_decoder,
     text_windows,
-    tokenizer_folder,
     verify_models,
 )
 from weightpath.nn.swap import explain
@@ -138,8 +138,9 @@ def build(
         raise BadRequest(
             f"path {path.name} on this device: {path.built_by}; name a scheme with `weightpath quantize`"
         )
-    # Needed at the end; what is not there is said now.
-    load_tokenizer(_source_folder(checkpoint))
+    # Needed after the work; what is not there is said before it.
+    tokenizer = load_tokenizer(_source_folder(checkpoint))
+    text = text_windows(tokenizer, options.verify)
     require_decoder(skeleton.build(checkpoint.config, torch.bfloat16, checkpoint.where))
     folder = options.output or default_folder(model, plan)
     overwrite = options.overwrite or options.output is None
@@ -147,8 +148,7 @@ def build(
     quantized = quantize_checkpoint(checkpoint, plan.tensors, folder, recipe, overwrite, progress)
     inspection = inspect_folder(folder)
     stage("written", inspection)
-    tokenizer = load_tokenizer(tokenizer_folder(model, folder))
-    verification = _verify(checkpoint, folder, tokenizer, options, progress)
+    verification = _verify(checkpoint, folder, tokenizer, text, options, progress)
     stage("fidelity", verification)
     speed, reply, kernel = _run(checkpoint, folder, tokenizer, plan, options, progress)
     stage("speed", speed)
@@ -181,15 +181,19 @@ def _source_folder(checkpoint: Checkpoint) -> Path:
 
 
 def _verify(
-    checkpoint: Checkpoint, folder: Path, tokenizer: Any, options: BuildOptions, progress: Progress
+    checkpoint: Checkpoint,
+    folder: Path,
+    tokenizer: Any,
+    text: tuple[list[Window], str],
+    options: BuildOptions,
+    progress: Progress,
 ) -> Verification:
     """Fidelity in fp32 arithmetic where memory allows; both models are released afterwards."""
     chosen = options.verify
     dtype = compute_dtype(checkpoint, chosen.compute)
-    cut, description = text_windows(tokenizer, chosen)
     reference = load_float(checkpoint, torch.bfloat16, dtype, chosen.device)
     model = load(folder, chosen.device, dtype, chosen.backend, chosen.activation_bits, progress)
-    found = verify_models(reference, model, tokenizer, cut, description, chosen, progress)
+    found = verify_models(reference, model, tokenizer, *text, chosen, progress)
     del reference, model
     gc.collect()  # model.weightpath points back to its model, a cycle
     return found

@@ -13,7 +13,13 @@ from weightpath.checkpoints.store import Checkpoint
 from weightpath.device.probe import probe
 from weightpath.engine.load import Progress, load, load_float, load_tokenizer, no_progress
 from weightpath.errors import BadRequest
-from weightpath.fidelity.greedy import MINIMUM_PROMPTS, GreedyResult, greedy_agreement, read_prompts
+from weightpath.fidelity.greedy import (
+    MINIMUM_PROMPTS,
+    GreedyResult,
+    Prompt,
+    greedy_agreement,
+    read_prompts,
+)
 from weightpath.fidelity.logits import compare, noise_floor
 from weightpath.fidelity.metrics import FidelitySummary, summarize
 from weightpath.fidelity.text import Window, default_documents, read_documents, windows
@@ -74,6 +80,7 @@ def verify_folder(
     dtype = compute_dtype(checkpoint, options.compute)
     tokenizer = load_tokenizer(tokenizer_folder(reference, folder))
     cut, description = text_windows(tokenizer, options)
+    greedy_prompts(options)  # what is wrong with them is said before the work
     float_model = load_float(checkpoint, torch.bfloat16, dtype, options.device)
     model = load(folder, options.device, dtype, options.backend, options.activation_bits, progress)
     return verify_models(float_model, model, tokenizer, cut, description, options, progress)
@@ -90,9 +97,7 @@ def verify_models(
 ) -> Verification:
     """The same for models that are loaded already."""
     require_decoder(reference)
-    prompts = read_prompts(options.prompts)
-    if len(prompts) < MINIMUM_PROMPTS:
-        raise BadRequest(f"{len(prompts)} prompts; k of n needs at least {MINIMUM_PROMPTS}")
+    prompts = greedy_prompts(options)
     scores = compare(
         reference, model, cut, lambda done, total: progress("comparing logits", done, total)
     )
@@ -126,6 +131,16 @@ def require_decoder(model: Any) -> None:
             f"{type(model).__name__} predicts no next token, which is what is compared; take a "
             "decoder, or compare an encoder's outputs yourself (weightpath.load)"
         )
+
+
+def greedy_prompts(options: VerifyOptions) -> list[Prompt]:
+    """The prompts of the greedy comparison. BadRequest for a bad file, or fewer than it needs."""
+    prompts = read_prompts(options.prompts)
+    if len(prompts) < MINIMUM_PROMPTS:
+        raise BadRequest(
+            f"prompts {options.prompts}: {len(prompts)}; k of n needs at least {MINIMUM_PROMPTS}"
+        )
+    return prompts
 
 
 def text_windows(tokenizer: Any, options: VerifyOptions) -> tuple[list[Window], str]:
