@@ -62,6 +62,9 @@ REFUSED = [
 @pytest.mark.parametrize(("runtime", "scheme", "device"), LOADED)
 @pytest.mark.parametrize("role", ["linear", "head"])
 def test_a_runtime_loads(profiles, runtime, scheme, device, role):
+    if (runtime, role, scheme) == ("transformers", "head", INT8):
+        assert "garbles an int8 head" in (loads(runtime, scheme, role, profiles[device]) or "")
+        return
     assert loads(runtime, scheme, role, profiles[device]) is None
 
 

@@ -43,6 +43,7 @@ class Accepts:
     int8_activations: str = "never"  # "never", "amx" (AMX tiles only) or "always"
     kernel: str = ""  # whose limits these are
     because: str = ""  # why nothing is taken, where `bits` is empty
+    no_int8_head: str = ""  # why an int8 head is not taken where int8 linears are
 
 
 RUNTIMES = (
@@ -93,6 +94,9 @@ _DECOMPRESS = Accepts(
     bits=tuple(range(2, 9)),
     asymmetric_bits=tuple(range(2, 9)),
     kernel="transformers 5.24 (it decompresses to the model's dtype)",
+    # Seen with compressed-tensors 0.20.1: with dequantize=True the head is unpacked by the
+    # linears' scheme, and beside asymmetric linears no way of loading it works.
+    no_int8_head="it garbles an int8 head beside 4-bit linears where it dequantizes at load",
 )
 
 ACCEPTS: dict[tuple[str, str], Accepts] = {
@@ -174,6 +178,8 @@ def loads(
         if role != "linear"
         else (f"{stored} linears")
     )
+    if role != "linear" and stored == "int8" and accepts.no_int8_head:
+        return f"{accepts.kernel}: {accepts.no_int8_head}"
     return _refusal(accepts, scheme, what, profile, in_features)
 
 

@@ -45,23 +45,32 @@ def model_card(data: ReportData) -> str:
 def ways_to_run(data: ReportData) -> list[RunWith]:
     """Runtimes that read compressed-tensors `pack-quantized`, each with the command to type."""
     folder = _folder(data)
-    other = [s for s in data.get("written", {}).get("by_scheme", {}) if not s.startswith("w4")]
+    schemes = list(data.get("written", {}).get("by_scheme", {}))
+    floats = ("bfloat16", "float16", "float32")
+    other = [name for name in schemes if not name.startswith("w4") and name not in floats]
     vllm: RunWith = {"name": "vLLM", "command": f"vllm serve {quote(folder)}"}
     if other:
         vllm["note"] = (
             f"vLLM's CPU kernel takes 4-bit linears only, and this checkpoint also holds "
             f"{', '.join(other)}; for a CPU, quantize with --runtime vllm."
         )
+    transformers: RunWith = {
+        "name": "transformers",
+        "language": "python",
+        "command": "# pip install transformers compressed-tensors\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(folder)})\n"
+        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(folder)})",
+    }
+    if any(name.endswith("-asym") for name in schemes):
+        transformers["note"] = (
+            "With compressed-tensors 0.18 to 0.20 its default way of loading refuses zero points: "
+            "pass quantization_config=CompressedTensorsConfig(dequantize=True)"
+            + (", which an int8 head does not survive: make it with --head 16." if other else ".")
+        )
     return [
         {"name": "weightpath", "command": f"weightpath run {quote(folder)} --prompt 'Hello'"},
-        {
-            "name": "transformers",
-            "language": "python",
-            "command": "# pip install transformers compressed-tensors\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(folder)})\n"
-            f"model = AutoModelForCausalLM.from_pretrained({json.dumps(folder)})",
-        },
+        transformers,
         vllm,
     ]
 
