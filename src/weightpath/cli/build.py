@@ -48,6 +48,7 @@ def command(
 ) -> None:
     """Build, prove and measure MODEL's low-bit weights on this machine, and write a report."""
     from weightpath.jobs.build import QUESTION, BuildOptions, build
+    from weightpath.jobs.summary import command_line
     from weightpath.jobs.verify import VerifyOptions
 
     verify = VerifyOptions(text=Path(text) if text else None, limit=windows)
@@ -55,11 +56,10 @@ def command(
         output=Path(output) if output else None, priority=priority, runtime=runtime, head_bits=head,
         group_size=group_size, overwrite=overwrite, verify=verify, question=question or QUESTION, record=record,
     )  # fmt: skip
+    typed = command_line("build", Path(model).name, head, priority, runtime, group_size)
     with progress_bar() as progress:
         shown = (lambda name, result: None) if json else show_stage
-        result = build(
-            model, options, probe(), shown, progress, f"weightpath build {Path(model).name}"
-        )
+        result = build(model, options, probe(), shown, progress, typed)
     if json:
         emit_json(result.to_dict())
 

@@ -43,13 +43,15 @@ def command(
         raise BadRequest("run: give --prompt TEXT or --interactive, one of them")
     if interactive and json:
         raise BadRequest("run: --json prints one answer; use it with --prompt")
+    from weightpath.checkpoints.low_bit import open_low_bit
     from weightpath.engine.generate import answer
     from weightpath.engine.load import load, load_tokenizer
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    open_low_bit(Path(folder))
+    tokenizer = load_tokenizer(Path(folder))
     with progress_bar() as progress:
         model = load(folder, device, activation_bits=activation_bits, progress=progress)
-    tokenizer = load_tokenizer(Path(folder))
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     options: dict[str, Any] = {
         "max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,

@@ -72,6 +72,8 @@ def embedding_name(model: PreTrainedModel) -> str:
 def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
     """Give parameters and buffers their tensors. A name or shape that does not fit is an error."""
     for name, tensor in tensors:
+        if recomputed(name):
+            continue
         module, leaf = _place(model, name, tensor.shape, where)
         if leaf in module._parameters:
             parameter = nn.Parameter(tensor, requires_grad=False)
@@ -81,13 +83,20 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) ->
             module._buffers[leaf] = tensor
 
 
+def recomputed(name: str) -> bool:
+    """Whether a tensor is a rotary table, which checkpoints before 2023 stored in every layer and
+    models compute from their config. It is left out, and said to be."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
 def check(model: nn.Module, shapes: Mapping[str, Sequence[int]], where: str) -> None:
     """Every tensor has a place of its shape, and every parameter and saved buffer a tensor.
 
     shapes: tensor name -> shape. `model` is as built, so that what it ties is asked for once.
     """
     for name, shape in shapes.items():
-        _place(model, name, shape, where)
+        if not recomputed(name):
+            _place(model, name, shape, where)
     saved = set(model.state_dict())
     wanted = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     _none_missing([name for name in wanted if name in saved and name not in shapes], where)

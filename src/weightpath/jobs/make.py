@@ -13,7 +13,7 @@ from weightpath.errors import BadRequest
 from weightpath.jobs.inspect import inspect_folder
 from weightpath.jobs.plan import plan_model, plan_scheme
 from weightpath.jobs.quantize import Quantized, Recipe, quantize_checkpoint
-from weightpath.jobs.summary import report_data, write_text
+from weightpath.jobs.summary import command_line, report_data, write_text
 from weightpath.report.card import model_card
 from weightpath.scheme import Scheme
 from weightpath.version import __version__
@@ -49,16 +49,8 @@ def make(
     done = quantize_checkpoint(
         checkpoint, plan.tensors, folder, recipe, overwrite, progress or no_progress
     )
-    options = {
-        "--scheme": scheme,
-        "--head": head_bits if head_bits != 8 else None,
-        "--priority": priority if priority != "speed" else None,
-        "--runtime": runtime if runtime != "weightpath" else None,
-        "--group-size": group_size,
-    }
-    words = [f"{name} {value}" for name, value in options.items() if value is not None]
-    words += [] if search else ["--no-search"]
-    command = " ".join(["weightpath quantize", Path(model).name, "-o DIR", *words])
+    command = command_line("quantize", f"{Path(model).name} -o DIR", head_bits, priority, runtime,
+                           group_size, scheme) + ("" if search else " --no-search")  # fmt: skip
     data = report_data(model, profile, plan, inspect_folder(folder), command=command)
     write_text(folder / "README.md", model_card(data))
     return done

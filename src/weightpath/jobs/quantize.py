@@ -147,6 +147,9 @@ def _lay_out(checkpoint: Checkpoint, plan: TensorPlan, dtype: torch.dtype) -> _L
         if name == copy:
             layout.outcomes[name] = "left out: the embedding's second copy"
             continue
+        if skeleton.recomputed(name):
+            layout.outcomes[name] = "left out: computed from the config"
+            continue
         decision = decided.get(name)
         if decision is not None and decision.shape.role != "tied_head":
             assert decision.scheme is not None

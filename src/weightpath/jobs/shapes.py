@@ -49,7 +49,8 @@ def model_shapes(checkpoint: Checkpoint) -> ModelShapes:
     total = 0
     for name, info in checkpoint.tensors.items():
         width = dtype.itemsize if info.dtype.is_floating_point else info.dtype.itemsize
-        total += 0 if name == copy else _count(info.shape) * width
+        left_out = name == copy or skeleton.recomputed(name)
+        total += 0 if left_out else _count(info.shape) * width
     return ModelShapes(tuple(shapes), tied, DTYPES[dtype], total)
 
 

@@ -54,6 +54,27 @@ def report_data(
     return data
 
 
+def command_line(
+    verb: str,
+    arguments: str,
+    head_bits: int = 8,
+    priority: str = "speed",
+    runtime: str = "weightpath",
+    group_size: int | None = None,
+    scheme: str | None = None,
+) -> str:
+    """What was typed, with the options that are not at their default."""
+    options = {
+        "--scheme": scheme,
+        "--head": head_bits if head_bits != 8 else None,
+        "--priority": priority if priority != "speed" else None,
+        "--runtime": runtime if runtime != "weightpath" else None,
+        "--group-size": group_size,
+    }
+    words = [f"{name} {value}" for name, value in options.items() if value is not None]
+    return " ".join([f"weightpath {verb} {arguments}", *words])
+
+
 def base_model(model: str) -> str:
     """The source's name for a card: a hub id where it is one, else a folder's or file's last name."""
     if model == "demo":
