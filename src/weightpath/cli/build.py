@@ -36,7 +36,7 @@ def command(
     text: str = typer.Option(
         None, help="A UTF-8 text file to verify on; default, Python's documentation."
     ),
-    windows: int = typer.Option(12, min=1, help="Windows of text to verify on, at most."),
+    windows: int = typer.Option(10, min=1, help="Windows of text to verify on, at most."),
     question: str = typer.Option(None, help="What the built model answers at the end."),
     record: bool = typer.Option(
         True, help="Keep the measurement as evidence in your record store."
@@ -51,7 +51,7 @@ def command(
     from weightpath.jobs.summary import command_line
     from weightpath.jobs.verify import VerifyOptions
 
-    verify = VerifyOptions(text=Path(text) if text else None, limit=windows)
+    verify = VerifyOptions(text=Path(text) if text else None, limit=windows, prompt_tokens=32)
     options = BuildOptions(
         output=Path(output) if output else None, priority=priority, runtime=runtime, head_bits=head,
         group_size=group_size, overwrite=overwrite, verify=verify, question=question or QUESTION, record=record,

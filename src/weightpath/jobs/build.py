@@ -64,13 +64,13 @@ class BuildOptions:
     head_bits: int = 8
     group_size: int | None = None
     overwrite: bool = False
-    verify: VerifyOptions = field(default_factory=lambda: VerifyOptions(limit=12))
+    verify: VerifyOptions = field(default_factory=lambda: VerifyOptions(limit=10, prompt_tokens=32))
     prompt_length: int = 128
     decode_tokens: int = 8
     rounds: int = 3
     speed_seconds: float = 60.0
     question: str = QUESTION
-    answer_tokens: int = 48
+    answer_tokens: int = 40
     record: bool = True
 
 
