@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weightpath.errors import BadRequest
-from weightpath.quantize.stats import QuantizeStats, require_finite, require_matrix, row_blocks
+from weightpath.quantize.stats import QuantizeStats, over_blocks, require_finite, require_matrix
 from weightpath.qweight import QWeight
 from weightpath.scheme import INT8, Scheme
 
@@ -53,8 +53,8 @@ def quantize_int8(
     n, k = weight.shape
     unsigned = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
     scales = torch.empty((n, 1), dtype=torch.float32, device=weight.device)
-    stats = QuantizeStats()
-    for start, stop in row_blocks(n, k):
+
+    def quantize_rows(start: int, stop: int) -> QuantizeStats:
         exact = weight[start:stop].detach().float()
         require_finite(exact, name, start)
         codes, scale = quantize_per_channel(exact, name)
@@ -62,7 +62,7 @@ def quantize_int8(
         scales[start:stop, 0] = scale
         error = dequantize(codes, scale).double().sub_(exact)
         largest = exact.abs().amax(dim=1)
-        stats += QuantizeStats(
+        return QuantizeStats(
             weights=exact.numel(),
             groups=stop - start,
             squared_error=float(error.square_().sum()),
@@ -70,4 +70,6 @@ def quantize_int8(
             zero_groups=int((largest == 0).sum()),
             raised_scales=int(((largest > 0) & (largest / 127 < TINY)).sum()),
         )
+
+    stats = over_blocks(n, k, quantize_rows)
     return QWeight(scheme, unsigned, scales), stats

@@ -27,7 +27,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from weightpath.quantize.stats import QuantizeStats, require_finite, require_matrix, row_blocks
+from weightpath.quantize.stats import QuantizeStats, over_blocks, require_finite, require_matrix
 from weightpath.qweight import QWeight
 from weightpath.scheme import Scheme
 
@@ -55,8 +55,8 @@ def quantize_rtn(
     codes = torch.empty((n, k), dtype=torch.uint8, device=device)
     scales = torch.empty((n, groups), dtype=scale_dtype, device=device)
     zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.int16)
-    stats = QuantizeStats()
-    for start, stop in row_blocks(n, k):
+
+    def quantize_rows(start: int, stop: int) -> QuantizeStats:
         block = weight[start:stop].detach().float()
         require_finite(block, name, start)
         chosen = _quantize_groups(block.reshape(-1, k // groups), scheme, scale_dtype, search)
@@ -64,7 +64,9 @@ def quantize_rtn(
         scales[start:stop] = chosen.scale.view(stop - start, groups)
         if zeros is not None:
             zeros[start:stop] = chosen.zero.view(stop - start, groups).to(torch.int16)
-        stats += chosen.stats
+        return chosen.stats
+
+    stats = over_blocks(n, k, quantize_rows)
     return QWeight(scheme, codes, scales, zeros), stats
 
 
