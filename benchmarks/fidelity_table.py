@@ -102,16 +102,15 @@ def main() -> None:
         "| model | scheme | range | bits/weight | KLD mean (95%) | median / 99.9% | top-1 | perplexity |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    found = []
     for name in options.models:
         model, text = MODELS[name]
+        found = []
         for row in rows(name, open_model(model()), shared(text), options.windows):
-            found.append(row)
             print(show(row), flush=True)
-    for row in found:
-        for key in ("kl_curve", "by_confidence"):
-            row.get("summary", {}).pop(key, None)
-    finish("fidelity-table", {"windows": options.windows, "rows": found})
+            for key in ("kl_curve", "by_confidence"):
+                row.get("summary", {}).pop(key, None)
+            found.append(row)
+        finish(f"fidelity-{name}", {"windows": options.windows, "rows": found})
 
 
 if __name__ == "__main__":
