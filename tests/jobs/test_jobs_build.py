@@ -140,6 +140,7 @@ def test_the_answer_is_the_low_bit_models_own(done: Done) -> None:
 def test_a_following_plan_is_verified_by_the_record_and_names_its_file(
     done: Done, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("weightpath.paths.evidence.shipped_folder", lambda: None)
     before = weightpath.plan(done.source)
     assert before.selection is not None
     assert not before.selection.verified
