@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_linears_have_their_schemes_and_integers_and_the_rest_is_float(folder: Path) -> None:
     checkpoint = open_low_bit(folder)
-    assert checkpoint.linears == SCHEMES
+    assert {m: outline.scheme for m, outline in checkpoint.linears.items()} == SCHEMES
     assert set(checkpoint.floats) == set(FLOATS)
     for name, scheme in SCHEMES.items():
         wanted, found = quantized(name, scheme), checkpoint.read_qweight(name)
@@ -138,12 +138,13 @@ def settings(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "word"),
     [
-        ({"quantization_config": None}, "compressed-tensors, by its tensor names"),
-        ({"quantization_config": {}}, "compressed-tensors, by its tensor names"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"quantization_config": "int4"}, "not read"),
-        ({"quantization_config": None, "text_config": settings()}, "not read"),
+        ({"quantization_config": None}, "no quantization_config"),
+        ({"quantization_config": {}}, "no quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "group_size"),
+        ({"quantization_config": {"quant_method": "awq"}}, "group_size"),
+        ({"quantization_config": {"quant_method": "awq", "group_size": 32}}, "no packed linear"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm' is not read"),
+        ({"quantization_config": "int4"}, "no quantization_config"),
         (settings(format="marlin-24"), "marlin-24"),
         (settings(ignore=["lm_head"]), "lm_head is packed"),
         (settings(config_groups={}), "is packed"),
@@ -159,6 +160,28 @@ def test_a_config_that_does_not_go_with_the_tensors_is_one_line(
     assert word in message
     assert str(tmp_path) in message
     assert "\n" not in message
+
+
+def test_a_quantization_config_nested_in_text_config_is_found(tmp_path: Path) -> None:
+    folder = make(tmp_path / "low", quantization_config=None, text_config=settings())
+    checkpoint = open_low_bit(folder)
+    assert checkpoint.nested
+    assert {m: outline.scheme for m, outline in checkpoint.linears.items()} == SCHEMES
+
+
+def test_a_lost_quantization_config_is_inferred_where_the_shapes_settle_it(tmp_path: Path) -> None:
+    folder = make(tmp_path / "low", quantization_config=None)
+    alike = "model.layers.10.q_proj"
+    with pytest.raises(BadCheckpoint, match="no quantization_config"):
+        open_low_bit(folder)  # linears of several schemes
+
+    def keep_one(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if "weight_" in n and not n.startswith(alike)]:
+            del tensors[name]
+
+    checkpoint = open_low_bit(edit(folder, keep_one))
+    assert checkpoint.linears[alike].scheme == SCHEMES[alike]
+    assert any("no quantization_config was found" in note for note in checkpoint.notes)
 
 
 def test_a_config_of_other_bits_or_groups_is_refused_when_a_linear_is_read(tmp_path: Path) -> None:

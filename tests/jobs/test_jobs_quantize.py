@@ -291,7 +291,7 @@ def test_a_width_that_no_group_divides_becomes_int8_and_the_plan_says_so(tmp_pat
     assert all("in_features 40 is no multiple of" in r for r in reasons if "looked up" not in r)
     done = quantize_checkpoint(checkpoint, plan, tmp_path / "low", Recipe("m", "test"))
     account_for(source, tmp_path / "low", done)
-    schemes = {name: scheme.name for name, scheme in open_low_bit(tmp_path / "low").linears.items()}
+    schemes = {name: outline.scheme.name for name, outline in open_low_bit(tmp_path / "low").linears.items()}
     assert schemes[Q_PROJ] == "w8"
     assert schemes["model.layers.1.mlp.down_proj"] == "w4g64"
     assert schemes["lm_head"] == "w8"
@@ -466,7 +466,7 @@ def test_a_run_of_another_recipe_is_not_taken_up(tiny_llama: Path, tmp_path: Pat
         made(tiny_llama, tmp_path / "out", "w4g32")
     _, _, done = made(tiny_llama, tmp_path / "out", "w4g32", overwrite=True)
     assert done.resumed == 0
-    assert open_low_bit(tmp_path / "out").linears[Q_PROJ].group_size == 32
+    assert open_low_bit(tmp_path / "out").linears[Q_PROJ].scheme.group_size == 32
 
 
 def test_a_changed_source_is_not_taken_up(tiny_llama: Path, tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_an_existing_folder_is_kept_unless_asked(tiny_llama: Path, tmp_path: Pat
         weightpath.quantize(tiny_llama, tmp_path / "out", scheme="w4g64")
     assert folder_bytes(tmp_path / "out") == before
     weightpath.quantize(tiny_llama, tmp_path / "out", scheme="w4g64", overwrite=True)
-    assert open_low_bit(tmp_path / "out").linears[Q_PROJ].bits == 4
+    assert open_low_bit(tmp_path / "out").linears[Q_PROJ].scheme.bits == 4
 
 
 @pytest.mark.parametrize("where", ["source", ".", "link"])

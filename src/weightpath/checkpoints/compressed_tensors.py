@@ -35,6 +35,8 @@ INT_FORMATS = ("int-quantized", "naive-quantized")
 """Formats whose integer weights are int8 [N, K] under the name `weight`."""
 _AGAIN = "the config is damaged: fetch config.json again"
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+RUN_TIME_SUFFIXES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+"""What a linear stores for quantized activations."""
 INT_SUFFIXES = ("weight", "weight_scale", "weight_zero_point")
 """Parts of a linear in one of INT_FORMATS, which from_tensors reads too."""
 

@@ -40,10 +40,7 @@ def from_tensors(name: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> QW
     is missing or does not fit, with the numbers, before a code is unpacked.
     """
     packed = "weight_packed" in tensors or "weight" not in tensors
-    wanted = ["weight_packed" if packed else "weight", "weight_scale"]
-    for suffix in wanted if scheme.symmetric else [*wanted, "weight_zero_point"]:
-        if suffix not in tensors:
-            raise BadTensor(f"{name}.{suffix}", "is missing", _AGAIN)
+    _require(name, scheme, packed, tensors)
     if packed:
         n, k = _packed_shape(name, scheme, tensors)
         padded = _is_padded(name, scheme.bits, (n, k), tensors)
@@ -60,6 +57,17 @@ def from_tensors(name: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> QW
     return _without_order(qweight.check(name))
 
 
+def shape_of(name: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """N and K of a linear whose parts have sound shapes; BadTensor otherwise. No code is read."""
+    packed = "weight_packed" in tensors or "weight" not in tensors
+    _require(name, scheme, packed, tensors)
+    n, k = _packed_shape(name, scheme, tensors) if packed else _int8_shape(name, tensors["weight"])
+    if packed:
+        _is_padded(name, scheme.bits, (n, k), tensors)
+    _scales(name, scheme, (n, k), tensors["weight_scale"], packed)
+    return n, k
+
+
 def padded_words(count: int, bits: int) -> int:
     """32-bit words that hold `count` codes of `bits`, none of which straddles two."""
     return -(-count // (32 // bits))
@@ -72,6 +80,13 @@ def unpack(words: Tensor, bits: int, count: int, padded: bool) -> Tensor:
     rows, mask = words.shape[0], (1 << bits) - 1
     fields = [((words >> (bits * index)) & mask).to(torch.uint8) for index in range(32 // bits)]
     return torch.stack(fields, dim=-1).view(rows, -1)[:, :count].contiguous()
+
+
+def _require(name: str, scheme: Scheme, packed: bool, tensors: Mapping[str, Tensor]) -> None:
+    wanted = ["weight_packed" if packed else "weight", "weight_scale"]
+    for suffix in wanted if scheme.symmetric else [*wanted, "weight_zero_point"]:
+        if suffix not in tensors:
+            raise BadTensor(f"{name}.{suffix}", "is missing", _AGAIN)
 
 
 def _packed_shape(name: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from weightpath.checkpoints import bitpack, column_order
 from weightpath.checkpoints.gptq_config import (
     METHOD,
+    METHODS,
     Convention,
     GptqSettings,
     disagreements,
@@ -49,9 +50,10 @@ from weightpath.qweight import QWeight
 from weightpath.scheme import PER_CHANNEL, Scheme
 
 __all__ = [
-    "METHOD", "SUFFIXES", "Convention", "GptqSettings", "ZeroConvention", "ZeroCounts",
-    "code_offset", "count_zeros", "disagreements", "from_tensors", "planned",
-    "quantization_config", "settings", "to_tensors", "unstorable_zeros", "zero_convention",
+    "METHOD", "METHODS", "SUFFIXES", "Convention", "GptqSettings", "ZeroConvention", "ZeroCounts",
+    "code_offset", "count_zeros", "disagreements", "from_tensors", "in_column_order", "layout_of",
+    "planned", "quantization_config", "settings", "to_tensors", "unstorable_zeros",
+    "zero_convention",
 ]  # fmt: skip
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
@@ -153,18 +155,20 @@ def from_tensors(
     all are the midpoint. BadTensor names what is missing or does not fit, with the numbers, before
     anything is unpacked.
     """
-    n, k, groups = _layout(name, settings, tensors)
-    size, g_idx = _size(settings, k), tensors.get("g_idx")
-    if g_idx is None:
-        if settings.desc_act and not settings.static_groups and groups > 1:
-            raise BadTensor(
-                f"{name}.g_idx",
-                "is missing though desc_act is true: the order of the columns is lost",
-                _AGAIN,
-            )
-        order = torch.arange(k) // size if k % size else None
+    n, k, groups = layout_of(name, settings, tensors)
+    g_idx = tensors.get("g_idx")
+    if in_column_order(settings, k, g_idx):
+        order = None
+    elif g_idx is not None:
+        order = g_idx
+    elif _lost_order(settings, groups):
+        raise BadTensor(
+            f"{name}.g_idx",
+            "is missing though desc_act is true: the order of the columns is lost",
+            _AGAIN,
+        )
     else:
-        order = None if k % size == 0 and column_order.trivial(g_idx, size) else g_idx
+        order = torch.arange(k) // _size(settings, k)
     zeros = zero_points(tensors["qzeros"], settings, n, convention).t().contiguous()
     symmetric = bool((zeros == 1 << (settings.bits - 1)).all())
     qweight = QWeight(
@@ -177,13 +181,23 @@ def from_tensors(
     return column_order.without_order(qweight).check(name)
 
 
+def in_column_order(settings: GptqSettings, in_features: int, g_idx: Tensor | None) -> bool:
+    """Whether column k is of group k // group_size and whole groups tile K: no order to keep."""
+    size = _size(settings, in_features)
+    if in_features % size:
+        return False
+    if g_idx is None:
+        return not _lost_order(settings, in_features // size)
+    return column_order.trivial(g_idx, size)
+
+
 def code_offset(name: str, settings: GptqSettings, tensors: Mapping[str, Tensor]) -> float:
     """Mean of code minus stored zero field over one linear: evidence where no label tells.
 
     Weights average to about zero, so it is near 0 where the zeros are stored as they are (v2) and
     near 1 where they are stored less one (v1).
     """
-    n, k, groups = _layout(name, settings, tensors)
+    n, k, groups = layout_of(name, settings, tensors)
     codes = unpack(tensors["qweight"].t(), settings, k)
     fields = unpack(tensors["qzeros"], settings, n).float()
     g_idx = tensors.get("g_idx")
@@ -192,10 +206,13 @@ def code_offset(name: str, settings: GptqSettings, tensors: Mapping[str, Tensor]
     return float(codes.sum(dtype=torch.int64)) / (n * k) - float(share @ fields.mean(1))
 
 
-def _layout(
+def layout_of(
     name: str, settings: GptqSettings, tensors: Mapping[str, Tensor]
 ) -> tuple[int, int, int]:
-    """N, K and the number of groups, once every dtype, shape and group index has been checked."""
+    """N, K and the number of groups, once every dtype, shape and group index has been checked.
+
+    Of the values only g_idx is read. BadTensor names the tensor, the numbers and the mend.
+    """
     for suffix, (dtypes, sides) in _WANTED.items():
         tensor = tensors.get(suffix)
         if tensor is None:
@@ -246,6 +263,11 @@ def _layout(
             _AGAIN,
         )
     return n, k, groups
+
+
+def _lost_order(settings: GptqSettings, groups: int) -> bool:
+    """Whether columns were put in an order that only a g_idx would tell."""
+    return settings.desc_act and not settings.static_groups and groups > 1
 
 
 def _size(settings: GptqSettings, k: int) -> int:

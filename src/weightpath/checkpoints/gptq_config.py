@@ -27,7 +27,7 @@ METHOD = "gptq"
 Convention = Literal["v1", "v2"]
 LABELS: dict[str, Convention] = {"gptq": "v1", "gptq_v2": "v2", "gptq_p": "v2"}
 """checkpoint_format -> the zero convention that it stands for."""
-_METHODS = ("gptq", "auto_gptq", "auto-gptq", "gptq_marlin")  # the last two are vLLM's aliases
+METHODS = ("gptq", "auto_gptq", "auto-gptq", "gptq_marlin")  # the last two are vLLM's aliases
 _WORDS = {"int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64}
 _SPELLINGS = {"bits": ("bits", "w_bit", "wbits"), "group_size": ("group_size", "q_group_size")}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -85,7 +85,7 @@ def settings(config: Mapping[str, Any], where: str = "quantization_config") -> G
     note. BadCheckpoint names the key, what was found and what is read.
     """
     method = config.get("quant_method") or config.get("method") or METHOD
-    if str(method).lower() not in _METHODS:
+    if str(method).lower() not in METHODS:
         raise BadCheckpoint(
             where, f"quant_method {shown(method)} is not GPTQ", "read it as that method"
         )

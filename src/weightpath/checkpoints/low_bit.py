@@ -1,51 +1,49 @@
-"""A low-bit checkpoint opened for reading: which linears it holds, and each as a QWeight.
+"""A low-bit checkpoint opened for reading: which linears it holds, and each as integers.
 
-`weightpath.json`, where this project wrote the folder, records how it was made; nothing in it is
-needed to read the weights.
+Any format that detect.py knows, or a GGUF file. Opening reads headers and configs; `linears` and
+`read_linear` look at tensors, and name the first that is missing or does not fit. `weightpath.json`,
+where this project wrote the folder, records how it was made; nothing in it is needed to read the
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from weightpath.checkpoints import compressed_tensors
-from weightpath.checkpoints.shards import TensorInfo, read_json
-from weightpath.checkpoints.store import SafetensorsCheckpoint, open_checkpoint, quantization_method
-from weightpath.errors import BadCheckpoint
+from weightpath.checkpoints.detect import detect
+from weightpath.checkpoints.gguf import GGUFCheckpoint
+from weightpath.checkpoints.opened import Opened, Outline, source_of
+from weightpath.checkpoints.read_linear import ReadLinear
+from weightpath.checkpoints.shards import read_json
+from weightpath.checkpoints.store import Checkpoint, open_checkpoint, quantization_method
+from weightpath.errors import BadCheckpoint, BadTensor
 from weightpath.qweight import QWeight
-from weightpath.scheme import Scheme
 
 MANIFEST = "weightpath.json"
 
 
 class LowBitCheckpoint:
-    """A compressed-tensors pack-quantized folder; `linears` maps a module's name to its scheme."""
+    """A low-bit folder or GGUF file. parts: module -> suffix -> tensor; floats: all other tensors.
 
-    format = f"{compressed_tensors.METHOD} {compressed_tensors.FORMAT}"
+    format and how: its name, and by what it was recognised. settings: the quantization config as
+    found; nested: whether in a section of config.json.
+    """
 
-    def __init__(self, source: SafetensorsCheckpoint, settings: dict[str, Any]) -> None:
-        self.source, self.settings = source, settings
+    def __init__(
+        self, source: Checkpoint, opened: Opened, settings: dict[str, Any], nested: bool = False
+    ) -> None:
+        self.source, self.settings, self.nested = source, settings, nested
         self.where, self.config = source.where, source.config
-        find = compressed_tensors.scheme_finder(settings, self.where)
-        self.parts: dict[str, list[str]] = {}
-        self.floats: dict[str, TensorInfo] = {}
-        for name, info in source.tensors.items():
-            module, _, leaf = name.rpartition(".")
-            if leaf in compressed_tensors.SUFFIXES:
-                self.parts.setdefault(module, []).append(leaf)
-            else:
-                self.floats[name] = info
-        self.linears: dict[str, Scheme] = {}
-        for module in self.parts:
-            scheme = find(module)
-            if scheme is None:
-                raise BadCheckpoint(self.where, f"{module} is packed but its quantization_config ignores it",
-                                    "the config is another checkpoint's: fetch it again")  # fmt: skip
-            self.linears[module] = scheme
+        self.format, self.how, self.notes = opened.format, opened.how, opened.notes
+        self.parts = opened.parts
+        self._opened = opened
+        taken = {name for own in opened.parts.values() for name in own.values()}
+        self.floats = {name: info for name, info in source.tensors.items() if name not in taken}
         path = Path(self.where) / MANIFEST
         self.manifest: dict[str, Any] = read_json(path) if path.is_file() else {}
 
@@ -53,10 +51,28 @@ class LowBitCheckpoint:
     def companions(self) -> tuple[Path, ...]:
         return self.source.companions
 
+    @cached_property
+    def linears(self) -> dict[str, Outline]:
+        """Every linear's outline. BadTensor for the first one whose tensors do not add up."""
+        return {module: self.outline(module) for module in self.parts}
+
+    def outline(self, module: str) -> Outline:
+        """One linear's scheme and shape, before its codes are read."""
+        return self._opened.outline(module)
+
+    def read_linear(self, module: str) -> ReadLinear:
+        """One linear, checked. BadTensor names what is missing or damaged."""
+        return self._opened.read(module)
+
     def read_qweight(self, module: str) -> QWeight:
-        """One linear's integers, checked. BadTensor names what is missing or damaged."""
-        tensors = {leaf: self.source.read(f"{module}.{leaf}") for leaf in self.parts[module]}
-        return compressed_tensors.from_tensors(module, self.linears[module], tensors)
+        """One linear's integers. BadTensor where it is not only that."""
+        read = self.read_linear(module)
+        if read.qweight is None or read.column_scales is not None:
+            what = "floats" if read.qweight is None else "codes with column scales"
+            raise BadTensor(
+                module, f"is {what} in {self.format}", "convert it, which says the loss"
+            )
+        return read.qweight
 
     def read_floats(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of every tensor that is not part of a low-bit linear."""
@@ -65,19 +81,45 @@ class LowBitCheckpoint:
 
     def stored_bytes(self, module: str) -> int:
         """Bytes on disk of a linear's parts."""
-        return sum(self.source.tensors[f"{module}.{leaf}"].nbytes for leaf in self.parts[module])
+        if isinstance(self.source, GGUFCheckpoint):
+            return self.source.stored_bytes(module)
+        return sum(self.source.tensors[name].nbytes for name in self.parts[module].values())
 
 
 def open_low_bit(folder: Path) -> LowBitCheckpoint:
-    """Open a low-bit folder. BadCheckpoint for a float one, or a format that is not read."""
-    source = open_checkpoint(folder, float_only=False)
-    settings = source.config.get("quantization_config")
-    method = quantization_method(source.config, source.tensors)
-    if method is None:
+    """Open a low-bit folder or GGUF file. BadCheckpoint for a float one, or an unknown format."""
+    folder = Path(folder)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return _open_gguf(folder)
+    checkpoint = open_checkpoint(folder, float_only=False)
+    source = source_of(checkpoint)
+    if not source.settings and quantization_method({}, checkpoint.tensors) is None:
         raise BadCheckpoint(
             str(folder), "holds float weights", "quantize it first: weightpath quantize"
         )
-    if not isinstance(settings, dict) or settings.get("quant_method") != compressed_tensors.METHOD:
-        raise BadCheckpoint(str(folder), f"is quantized by {method}, which is not read",
-                            f"this version reads {LowBitCheckpoint.format}")  # fmt: skip
-    return LowBitCheckpoint(source, settings)
+    return LowBitCheckpoint(checkpoint, detect(source), source.settings, source.nested)
+
+
+def _open_gguf(path: Path) -> LowBitCheckpoint:
+    checkpoint = GGUFCheckpoint(path)
+    linears = checkpoint.linears
+    if not linears:
+        raise BadCheckpoint(
+            str(path), "holds float weights", "quantize it first: weightpath quantize"
+        )
+    kinds = sorted({kind for kind, _ in linears.values()})
+
+    def outline(module: str) -> Outline:
+        _, scheme = linears[module]
+        n, k = checkpoint.tensors[f"{module}.weight"].shape
+        return Outline(scheme, (n, k), minimums=not scheme.symmetric)
+
+    parts = {module: {"weight": f"{module}.weight"} for module in linears}
+    opened = Opened(
+        f"GGUF {', '.join(kinds)}",
+        "the file's magic number",
+        parts,
+        outline,
+        lambda module: ReadLinear(checkpoint.read_qweight(module)),
+    )
+    return LowBitCheckpoint(checkpoint, opened, {})

@@ -47,6 +47,7 @@ _PACKED = (
     ("compressed-tensors", (".weight_packed",)),
     ("bitsandbytes", (".weight.absmax", ".SCB")),
     ("hqq", (".W_q",)),
+    ("torchao", ("._weight_qdata",)),
     ("fp8 or int8 with scales", (".weight_scale", ".weight_scale_inv")),
 )
 """Tensor names that only a quantized checkpoint has, by who writes them."""
@@ -103,6 +104,14 @@ class SafetensorsCheckpoint:
         self.companions = companion_files(next(iter(shards)).parent)
         self.fingerprint = fingerprint_of(config, self.tensors.values(), list(shards))
         self._maps = {path: open_map(path) for path in shards}
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The `__metadata__` of all files' headers, joined."""
+        joined: dict[str, str] = {}
+        for handle in self._maps.values():
+            joined |= handle.metadata() or {}
+        return joined
 
     def read(self, name: str) -> Tensor:
         return self._map_of(name).get_tensor(name)

@@ -80,11 +80,11 @@ def inspect_folder(where: Path) -> Inspection:
 def _low_bit(checkpoint: LowBitCheckpoint) -> Inspection:
     role_of = _roles(checkpoint.config, checkpoint.where)
     counts: dict[tuple[str, str], _Count] = {}
-    for module, scheme in checkpoint.linears.items():
+    for module, outline in checkpoint.linears.items():
         qweight = checkpoint.read_qweight(module)
         _add(
             counts,
-            (scheme.name, role_of(f"{module}.weight")),
+            (qweight.scheme.name, role_of(f"{module}.weight")),
             qweight.codes.numel(),
             checkpoint.stored_bytes(module) - _shape_bytes(checkpoint, module),
         )
