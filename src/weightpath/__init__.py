@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from weightpath.device.profile import HardwareProfile
+    from weightpath.jobs.conversion import Converted
     from weightpath.jobs.plan import Plan
     from weightpath.jobs.quantize import Quantized
     from weightpath.jobs.verify import Verification, VerifyOptions
 
-__all__ = ["load", "plan", "probe", "quantize", "verify"]
+__all__ = ["convert", "load", "plan", "probe", "quantize", "verify"]
 
 
 def probe(root: str | Path = "/", device: str | Path | None = None) -> HardwareProfile:
@@ -77,6 +78,27 @@ def quantize(
     from weightpath.jobs.make import make
 
     return make(str(model), Path(folder), scheme, head_bits, search, overwrite, profile, progress)
+
+
+def convert(
+    source: str | Path,
+    to: str,
+    folder: str | Path,
+    exact_only: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Converted:
+    """Write a low-bit checkpoint in another format, and say per tensor what that keeps.
+
+    source: a folder, a GGUF file or a hub id. to: compressed-tensors, awq, gptq, gptq_v2, int8 or
+    gguf. exact_only refuses where any weight would change. A killed run resumes.
+    """
+    from weightpath.jobs.convert import convert as run
+
+    return run(
+        str(source), to, Path(folder),
+        exact_only=exact_only, overwrite=overwrite, progress=progress,
+    )  # fmt: skip
 
 
 def verify(

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weightpath.checkpoints.detect import detect
@@ -110,9 +111,10 @@ def _open_gguf(path: Path) -> LowBitCheckpoint:
     kinds = sorted({kind for kind, _ in linears.values()})
 
     def outline(module: str) -> Outline:
-        _, scheme = linears[module]
+        kind, scheme = linears[module]
         n, k = checkpoint.tensors[f"{module}.weight"].shape
-        return Outline(scheme, (n, k), minimums=not scheme.symmetric)
+        scales = torch.float32 if kind.endswith("_K") else torch.float16
+        return Outline(scheme, (n, k), scales, minimums=not scheme.symmetric)
 
     parts = {module: {"weight": f"{module}.weight"} for module in linears}
     opened = Opened(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weightpath.checkpoints.read_linear import ReadLinear
@@ -32,12 +33,14 @@ class Outline:
     """A linear before its codes are read.
 
     scheme: of the integers as they will be read; None where only floats stand for it. shape: [N, K].
-    ordered: columns have a group order of their own. minimums: floats instead of whole zero points.
-    scaled: activations are to be multiplied by column scales.
+    scales: their dtype, or that of the floats. ordered: columns have a group order of their own.
+    minimums: floats instead of whole zero points. scaled: activations are to be multiplied by column
+    scales.
     """
 
     scheme: Scheme | None
     shape: tuple[int, int]
+    scales: torch.dtype = torch.float16
     ordered: bool = False
     minimums: bool = False
     scaled: bool = False
@@ -118,11 +121,12 @@ def outline_of(name: str, read: ReadLinear) -> Outline:
         if read.floats is None:
             raise BadTensor(name, "has neither codes nor floats", "report this")
         n, k = read.floats.shape
-        return Outline(None, (n, k), scaled=scaled)
+        return Outline(None, (n, k), read.floats.dtype, scaled=scaled)
     qweight = read.qweight
     return Outline(
         qweight.scheme,
         (qweight.out_features, qweight.in_features),
+        qweight.scales.dtype,
         qweight.g_idx is not None,
         qweight.minimums is not None,
         scaled,

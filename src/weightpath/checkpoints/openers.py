@@ -198,7 +198,8 @@ def _open_awq(source: Source, stated: Callable[[str], awq.AwqSettings], how: str
         if layout.version not in (awq.GEMM, awq.GEMV) or not settings.zero_point:
             return outline_of(module, read(module))
         scheme = Scheme(4, settings.group_size, symmetric=False)
-        return Outline(scheme, (layout.out_features, layout.in_features))
+        shape = (layout.out_features, layout.in_features)
+        return Outline(scheme, shape, infos["scales"].dtype)
 
     version = awq.GEMM
     notes: tuple[str, ...] = ()
@@ -243,7 +244,8 @@ def _open_gptq(
             return outline_of(module, read(module))
         found, count = conventions[settings.bits].convention, counts[module]
         same = count.below if found == "v1" and not settings.planar else count.middle
-        return Outline(Scheme(settings.bits, settings.group_size, same == count.fields), (n, k))
+        scheme = Scheme(settings.bits, settings.group_size, same == count.fields)
+        return Outline(scheme, (n, k), tensors["scales"].dtype)
 
     notes = []
     for bits, found in conventions.items():
@@ -313,11 +315,11 @@ def _open_compressed(
 
     def outline(module: str) -> Outline:
         scheme, tensors = scheme_of(module), tensors_of(module)
-        if "weight_g_idx" in tensors or not scheme.symmetric:
-            order = tensors.get("weight_g_idx")
-            if order is not None and not bool((order < 0).any()):
-                return outline_of(module, read(module))
-        return Outline(scheme, compressed_tensors_read.shape_of(module, scheme, tensors))
+        order = tensors.get("weight_g_idx")
+        if order is not None and not bool((order < 0).any()):
+            return outline_of(module, read(module))
+        shape = compressed_tensors_read.shape_of(module, scheme, tensors)
+        return Outline(scheme, shape, tensors["weight_scale"].dtype)
 
     for module in parts:
         scheme_of(module)

@@ -152,6 +152,11 @@ class CheckpointWriter:
             raise self._disk(error) from None
         self._close()
 
+    def discard(self) -> None:
+        """Remove the partial folder with all that was finished: the job is given up."""
+        _remove(self.partial, keep={LOCK})
+        self._give_up()
+
     def _move_into_place(self) -> None:
         """Rename, with the journal still there: a kill before it loses nothing. A folder that is
         replaced lies beside it, hidden, until the new one stands."""

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from weightpath.cli import build, inspect, plan, probe, quantize, run, verify
+from weightpath.cli import build, convert, inspect, plan, probe, quantize, run, verify
 from weightpath.errors import WeightpathError
 from weightpath.version import __version__
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (probe, plan, build, quantize, inspect, verify, run):
+for verb in (probe, plan, build, quantize, convert, inspect, verify, run):
     app.command(verb.NAME, epilog=verb.EXAMPLE)(verb.command)
 
 

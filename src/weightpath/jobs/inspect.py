@@ -80,7 +80,7 @@ def inspect_folder(where: Path) -> Inspection:
 def _low_bit(checkpoint: LowBitCheckpoint) -> Inspection:
     role_of = _roles(checkpoint.config, checkpoint.where)
     counts: dict[tuple[str, str], _Count] = {}
-    for module, outline in checkpoint.linears.items():
+    for module in checkpoint.linears:
         qweight = checkpoint.read_qweight(module)
         _add(
             counts,

@@ -93,7 +93,7 @@ def quantize_checkpoint(
     taken up where it stopped, with the same bytes as an uninterrupted one. BadRequest where the
     plan leaves every weight as it is, or where `overwrite` would remove what is no checkpoint.
     """
-    _refuse_loss(checkpoint, folder)
+    refuse_loss(checkpoint, folder)
     dtype = stored_dtype(checkpoint)
     layout = _lay_out(checkpoint, plan, dtype)
     if not any(work.scheme for work in layout.works):
@@ -126,7 +126,7 @@ def quantize_checkpoint(
     return Quantized(folder, layout.outcomes, stats, sum(stats.values(), QuantizeStats()), resumed)
 
 
-def _refuse_loss(checkpoint: Checkpoint, folder: Path) -> None:
+def refuse_loss(checkpoint: Checkpoint, folder: Path) -> None:
     """BadRequest where writing `folder` would remove the source, or what is not a checkpoint."""
     source, target = Path(checkpoint.where).resolve(), Path(folder).resolve()
     if target in (source if source.is_dir() else source.parent, *source.parents):

@@ -1,0 +1,119 @@
+"""What a conversion is told by and gives back: records, and the plan that all targets share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightpath.checkpoints.gguf import GGUFCheckpoint
+from weightpath.checkpoints.low_bit import LowBitCheckpoint
+from weightpath.checkpoints.opened import Outline
+from weightpath.engine.load import model_dtype
+from weightpath.engine.skeleton import recomputed
+from weightpath.errors import BadRequest
+from weightpath.jobs.folds import Folds, plan_folds
+from weightpath.jobs.targets import Choice
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """One linear, or one float tensor that changed: what it was and is, and by how much its values
+    changed (absolute). how: the steps, or `codes, scales and zeros kept`."""
+
+    name: str
+    source: str
+    target: str
+    exact: bool
+    how: str
+    largest_change: float = 0.0
+    mean_change: float = 0.0
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written. served: relative change of fp16 scales that a bf16 model rounds when it is
+    loaded (largest, mean), or None."""
+
+    folder: Path
+    source_format: str
+    format: str
+    linears: tuple[ConvertedTensor, ...]
+    floats: tuple[ConvertedTensor, ...]
+    copied: int
+    notes: tuple[str, ...]
+    resumed: int = 0
+    served: tuple[float, float] | None = None
+
+    @property
+    def exact(self) -> int:
+        return sum(item.exact for item in self.linears)
+
+    @property
+    def lossy(self) -> int:
+        return len(self.linears) - self.exact
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"folder": str(self.folder), "exact": self.exact, "lossy": self.lossy}
+
+
+@dataclass
+class Work:
+    """What a conversion goes by: the source, its folds, and every linear's choice."""
+
+    low: LowBitCheckpoint
+    folds: Folds
+    choices: dict[str, Choice]
+    float_dtype: torch.dtype
+    left_out: list[str] = field(default_factory=list)
+
+    def float_info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape in which a float tensor is written: its own, 16 bits from GGUF blocks."""
+        info = self.low.floats[name]
+        expanded = isinstance(self.low.source, GGUFCheckpoint) and info.dtype == torch.float32
+        return (self.float_dtype if expanded else info.dtype), tuple(info.shape)
+
+
+def prepare(
+    low: LowBitCheckpoint,
+    choose: Callable[[Mapping[str, Outline]], dict[str, Choice]],
+    keeps_order: bool,
+) -> Work:
+    """Outlines of all linears, the folds of their orders, and the target's choices."""
+    outlines = dict(low.linears)
+    folds = Folds(outlines)
+    if not keeps_order:
+        folds = plan_folds(outlines, low.floats, low.config, low.read_qweight)
+    work = Work(low, folds, choose(folds.outlines), _float_dtype(low))
+    work.left_out = [name for name in low.floats if recomputed(name)]
+    return work
+
+
+def refuse_known_losses(work: Work) -> None:
+    """BadRequest where a linear is known to be quantized again, before anything is read."""
+    lossy = [name for name, choice in work.choices.items() if choice.again]
+    if lossy:
+        why = work.folds.why_not.get(lossy[0]) or work.choices[lossy[0]].why
+        raise BadRequest(
+            f"{len(lossy)} of {len(work.choices)} linears cannot be converted exactly, first "
+            f"{lossy[0]}: {why}; leave out --exact-only to allow the loss, or use another format"
+        )
+
+
+def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without any quantization config, at any depth."""
+    return {
+        key: without_settings(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in ("quantization_config", "compression_config")
+    }
+
+
+def _float_dtype(low: LowBitCheckpoint) -> torch.dtype:
+    """The model's 16-bit dtype, for what has to become float."""
+    dtype = model_dtype(low.config)
+    return dtype if dtype == torch.float16 else torch.bfloat16

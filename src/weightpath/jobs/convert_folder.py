@@ -1,0 +1,270 @@
+"""Convert a low-bit checkpoint to a folder in another format, saying per tensor what that keeps.
+
+Every linear's integers are read, fitted to what the target holds (fit.py) and written, a few linears
+in memory at a time; a killed run is taken up where it stopped. Column orders that the target has no
+place for are folded into the layers before where that is exact (folds.py). What is part of no
+linear is copied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
+from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
+from weightpath.engine.load import Progress, model_dtype
+from weightpath.errors import BadTensor
+from weightpath.jobs.conversion import (
+    Converted,
+    ConvertedTensor,
+    Work,
+    prepare,
+    refuse_known_losses,
+    without_settings,
+)
+from weightpath.jobs.fit import change, fit
+from weightpath.jobs.quantize import refuse_loss
+from weightpath.jobs.targets import Target
+from weightpath.qweight import QWeight
+from weightpath.version import __version__
+
+AHEAD = 2
+"""Linears worked on at a time, each on a thread; memory holds this many."""
+
+
+def convert_to_folder(
+    path: Path,
+    source: str,
+    target: Target,
+    folder: Path,
+    exact_only: bool,
+    overwrite: bool,
+    progress: Progress,
+) -> Converted:
+    """Write the low-bit checkpoint at `path` (SOURCE as the user named it) in a target's format."""
+    low = open_low_bit(path)
+    refuse_loss(low.source, folder)
+    work = prepare(low, target.choose, target.keeps_order)
+    if exact_only:
+        refuse_known_losses(work)
+    units = _units(work, target)
+    schemes = {name: c.scheme for name, c in work.choices.items() if c.scheme is not None}
+    ordered = any(choice.keep_order for choice in work.choices.values())
+    settings = target.config(schemes, _ignored(work), ordered)
+    job = {
+        "convert": low.source.fingerprint, "settings": low.settings, "to": target.name,
+        "version": __version__, "exact_only": exact_only,
+    }  # fmt: skip
+    with CheckpointWriter(folder, list(units), job, overwrite) as writer:
+        resumed = len(writer.finished)
+        todo = [unit for unit in units if unit.key not in writer.finished]
+        done = len(units) - len(todo)
+        for unit, (tensors, note) in _made(work, target, todo):
+            if exact_only and not note["exact"]:
+                writer.discard()
+                raise _not_exact(note)
+            writer.write(unit.key, tensors, note)
+            done += 1
+            progress(f"converting {unit.key}", done, len(units))
+        notes = [writer.finished[unit.key] for unit in units]
+        writer.finish(_files(work, target, settings, notes, source))
+    return _converted(work, target.name, folder, notes, resumed)
+
+
+def linear_note(
+    work: Work, module: str, target: Target
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """One linear's tensors in the target format, and what was done."""
+    choice, outline = work.choices[module], work.low.outline(module)
+    read = work.folds.apply(module, work.low.read_linear(module))
+    was = "floats" if outline.scheme is None else outline.scheme.name
+    if choice.scheme is None:
+        weight = read.weight()
+        kept = weight.to(work.float_dtype)
+        if not bool(torch.isfinite(kept).all()):
+            raise BadTensor(module, f"overflows {work.float_dtype}", "use compressed-tensors")
+        largest, mean = change(kept, weight)
+        how = f"stored as {str(work.float_dtype).removeprefix('torch.')}: {choice.why}"
+        note = _note(module, was, "float", how, largest, mean)
+        return {f"{module}.weight": kept}, note
+    why = work.folds.why_not.get(module) if outline.ordered else None
+    fitted = fit(module, read, choice.scheme, choice.scale_dtype, choice.keep_order,
+                 why or choice.why)  # fmt: skip
+    steps = list(fitted.steps)
+    if module in work.folds.columns:
+        steps.insert(0, "column order folded into the rows of the layer before")
+    elif module in work.folds.rows:
+        steps.insert(0, "rows take the column order of the layer after")
+    elif outline.ordered and choice.keep_order:
+        steps.insert(0, "column order kept")
+    how = "; ".join(steps) or "codes, scales and zeros kept"
+    note = _note(module, was, fitted.qweight.scheme.name, how, fitted.largest_change,
+                 fitted.mean_change)  # fmt: skip
+    note["served"] = served_change(fitted.qweight, work.low.config)
+    return target.to_tensors(module, fitted.qweight), note
+
+
+def float_note(work: Work, name: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """One float tensor as it is written, and what that changed."""
+    before = work.folds.apply_float(name, work.low.source.read(name))
+    if before.dtype == dtype:
+        return before, _note(name, "", "", "copied", 0.0, 0.0)
+    after = before.to(dtype)
+    if not bool(torch.isfinite(after).all()):
+        raise BadTensor(name, f"overflows {dtype} or is not finite", "use a format that keeps fp32")
+    flat = (-1, before.shape[-1]) if before.ndim else (1, 1)
+    largest, mean = change(after.reshape(flat), before.reshape(flat))
+    short = [str(kind).removeprefix("torch.") for kind in (before.dtype, dtype)]
+    return after, _note(name, short[0], short[1], f"rounded to {short[1]}", largest, mean)
+
+
+def served_change(qweight: QWeight, config: dict[str, Any]) -> list[float] | None:
+    """Largest and mean relative change of fp16 scales in a bf16 model; None where there is none."""
+    if qweight.scales.dtype != torch.float16 or model_dtype(config) != torch.bfloat16:
+        return None
+    before = qweight.scales.double()
+    moved = (qweight.scales.to(torch.bfloat16).double() - before).abs_()
+    relative = torch.where(before == 0, 0.0, moved / before.abs())
+    return [float(relative.max()), float(relative.mean())]
+
+
+def _note(
+    name: str, source: str, target: str, how: str, largest: float, mean: float
+) -> dict[str, Any]:
+    return {
+        "name": name, "source": source, "target": target, "how": how, "exact": largest == 0.0,
+        "largest_change": largest, "mean_change": mean,
+    }  # fmt: skip
+
+
+def _units(work: Work, target: Target) -> list[Unit]:
+    """One unit a linear and one a float tensor, linears where their first part stood."""
+    units: list[Unit] = []
+    first = {next(iter(own.values())): module for module, own in work.low.parts.items()}
+    for name in work.low.source.tensors:
+        if name in first:
+            units.append(_linear_unit(work, target, first[name]))
+        elif name in work.low.floats and name not in work.left_out:
+            dtype, shape = work.float_info(name)
+            units.append(Unit(name, (Planned(name, dtype, shape),)))
+    return units
+
+
+def _linear_unit(work: Work, target: Target, module: str) -> Unit:
+    choice, shape = work.choices[module], work.folds.outlines[module].shape
+    if choice.scheme is None:
+        return Unit(module, (Planned(f"{module}.weight", work.float_dtype, shape),))
+    return Unit(module, target.planned(module, choice.scheme, shape, choice.scale_dtype))
+
+
+def _made(
+    work: Work, target: Target, units: list[Unit]
+) -> Iterator[tuple[Unit, tuple[Mapping[str, Tensor], dict[str, Any]]]]:
+    """Units with their tensors, in order, AHEAD of them worked on at a time."""
+
+    def make(unit: Unit) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        if unit.key in work.choices:
+            return linear_note(work, unit.key, target)
+        planned = unit.tensors[0]
+        tensor, note = float_note(work, planned.name, planned.dtype)
+        return {planned.name: tensor}, note
+
+    again = any(choice.again for choice in work.choices.values())
+    threads = torch.get_num_threads()
+    if again or threads == 1:  # quantizing has threads of its own
+        for unit in units:
+            yield unit, make(unit)
+        return
+    torch.set_num_threads(1)
+    pending: list[tuple[Unit, Future[Any]]] = []
+    try:
+        with ThreadPoolExecutor(min(AHEAD, threads)) as pool:
+            for unit in units:
+                pending.append((unit, pool.submit(make, unit)))
+                if len(pending) >= AHEAD:
+                    done, future = pending.pop(0)
+                    yield done, future.result()
+            for done, future in pending:
+                yield done, future.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _ignored(work: Work) -> list[str]:
+    """Modules left float that hold a matrix, for the config's list: not the embedding."""
+    floats = [module for module, choice in work.choices.items() if choice.scheme is None]
+    for name, info in work.low.floats.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and len(info.shape) == 2 and "embed" not in module.rpartition(".")[2]:
+            floats.append(module)
+    return floats
+
+
+def _files(
+    work: Work,
+    target: Target,
+    settings: dict[str, Any],
+    notes: list[dict[str, Any]],
+    source: str,
+) -> dict[str, str | Path]:
+    """config.json with the new quantization config alone, companions, and the manifest."""
+    config = without_settings(work.low.config)
+    if "lm_head" in work.choices:  # a packed head shares no matrix with the embedding
+        config["tie_word_embeddings"] = False
+    config["quantization_config"] = settings
+    files: dict[str, str | Path] = {path.name: path for path in work.low.companions}
+    files["config.json"] = json.dumps(config, indent=2) + "\n"
+    if target.side_file:
+        files[target.side_file] = json.dumps(settings, indent=2) + "\n"
+    linears = {note["name"]: note for note in notes if note["name"] in work.choices}
+    manifest = {
+        "kind": "weightpath-conversion",
+        "version": __version__,
+        "base_model": Path(source).name,
+        "method": f"converted from {work.low.format} to {target.name}",
+        "linears": {
+            name: {"scheme": note["target"], "how": note["how"], "exact": note["exact"],
+                   "largest_change": note["largest_change"], "mean_change": note["mean_change"]}
+            for name, note in linears.items()
+        },
+    }  # fmt: skip
+    files[MANIFEST] = json.dumps(manifest, indent=2) + "\n"
+    return files
+
+
+def _not_exact(note: dict[str, Any]) -> BadTensor:
+    return BadTensor(
+        note["name"],
+        f"is not converted exactly ({note['how']}): values change by up to "
+        f"{note['largest_change']:.3g}, {note['mean_change']:.3g} on average",
+        "leave out --exact-only to allow the loss, or use another format",
+    )
+
+
+def _converted(
+    work: Work, to: str, folder: Path, notes: list[dict[str, Any]], resumed: int
+) -> Converted:
+    linears, floats, served = [], [], []
+    for note in notes:
+        kept = {key: value for key, value in note.items() if key != "served"}
+        if note["name"] in work.choices:
+            linears.append(ConvertedTensor(**kept))
+        elif note["how"] != "copied":
+            floats.append(ConvertedTensor(**kept))
+        if note.get("served"):
+            served.append(note["served"])
+    largest = max((pair[0] for pair in served), default=0.0)
+    mean = sum(pair[1] for pair in served) / len(served) if served else 0.0
+    said = [f"{name}: left out, it is computed from the config" for name in work.left_out]
+    return Converted(
+        Path(folder), work.low.format, to, tuple(linears), tuple(floats),
+        len(notes) - len(linears) - len(floats), (*work.low.notes, *said), resumed,
+        (largest, mean) if largest else None,
+    )  # fmt: skip
