@@ -178,3 +178,41 @@ class QWeight:
                 f"0..{groups - 1}",
                 "the file is damaged: fetch it again",
             )
+
+
+def in_scheme(qweight: QWeight, scheme: Scheme) -> tuple[QWeight, tuple[str, ...]] | None:
+    """The same weights in the fields of another scheme, and how; None where they do not fit.
+
+    Exact, and never more than copies: zero points written out or left out where they are the
+    midpoint, groups cut by repeating scales, codes in wider fields (symmetric ones moved to the new
+    midpoint). Float minimums do not fit; a column order stays and its groups are not cut.
+    """
+    old, k = qweight.scheme, qweight.in_features
+    scheme = scheme.with_activations(16)
+    if old.with_activations(16) == scheme:
+        return qweight, ()
+    if qweight.minimums is not None or scheme.bits < old.bits or not scheme.divides(k):
+        return None
+    steps: list[str] = []
+    codes, scales, zeros = qweight.codes, qweight.scales, qweight.zeros
+    if scheme.symmetric and zeros is not None:
+        if not bool((zeros == old.midpoint).all()):
+            return None
+        zeros = None
+        steps.append(f"zero points, all {old.midpoint}, left out")
+    elif not scheme.symmetric and zeros is None:
+        zeros = torch.full(scales.shape, old.midpoint, dtype=torch.int16, device=scales.device)
+        steps.append(f"zero points of {old.midpoint} written out")
+    size = k if old.group_size == PER_CHANNEL else old.group_size
+    wanted = k if scheme.group_size == PER_CHANNEL else scheme.group_size
+    if wanted != size:
+        if qweight.g_idx is not None or size % wanted:
+            return None
+        scales = scales.repeat_interleave(size // wanted, dim=1)
+        zeros = None if zeros is None else zeros.repeat_interleave(size // wanted, dim=1)
+        steps.append(f"groups of {size} cut to {wanted}")
+    if scheme.bits > old.bits:
+        if scheme.symmetric:
+            codes = codes + (scheme.midpoint - old.midpoint)
+        steps.append(f"{old.bits}-bit codes in {scheme.bits}-bit fields")
+    return replace(qweight, scheme=scheme, codes=codes, scales=scales, zeros=zeros), tuple(steps)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightpath.checkpoints.demo import fetch_demo
 from weightpath.checkpoints.gguf import GGUFCheckpoint
-from weightpath.checkpoints.store import Checkpoint, open_checkpoint
+from weightpath.checkpoints.store import Checkpoint, gguf_at, open_checkpoint
 from weightpath.errors import BadRequest
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -36,8 +36,7 @@ def locate(model: str | Path) -> Path:
     """
     name, path = str(model), Path(model).expanduser()
     if name and path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        return files[0] if len(files) == 1 and not any(path.glob("*.safetensors")) else path
+        return gguf_at(path) or path
     if path.is_file():
         if path.suffix in (".gguf", ".safetensors"):
             return path

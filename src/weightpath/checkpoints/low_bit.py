@@ -21,7 +21,12 @@ from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.opened import Opened, Outline, source_of
 from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.checkpoints.shards import read_json
-from weightpath.checkpoints.store import Checkpoint, open_checkpoint, quantization_method
+from weightpath.checkpoints.store import (
+    Checkpoint,
+    gguf_at,
+    open_checkpoint,
+    quantization_method,
+)
 from weightpath.errors import BadCheckpoint, BadTensor
 from weightpath.qweight import QWeight
 
@@ -90,8 +95,9 @@ class LowBitCheckpoint:
 def open_low_bit(folder: Path) -> LowBitCheckpoint:
     """Open a low-bit folder or GGUF file. BadCheckpoint for a float one, or an unknown format."""
     folder = Path(folder)
-    if folder.suffix == ".gguf" and folder.is_file():
-        return _open_gguf(folder)
+    gguf = gguf_at(folder)
+    if gguf is not None:
+        return _open_gguf(gguf)
     checkpoint = open_checkpoint(folder, float_only=False)
     source = source_of(checkpoint)
     if not source.settings and quantization_method({}, checkpoint.tensors) is None:

@@ -13,7 +13,7 @@ Also here: the checks of one part of a linear, and whether float offsets are who
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -136,3 +136,16 @@ def zeros_or_minimums(
     if largest > 0:
         notes += (f"{name}: the minimums are rounded to float32, by up to {largest:.2g} of a step",)
     return None, minimums, notes
+
+
+def whole_zeros(name: str, qweight: QWeight) -> QWeight:
+    """A weight of float minimums as one of zeros, where that changes nothing; else itself."""
+    if qweight.minimums is None:
+        return qweight
+    bits = qweight.scheme.bits
+    zeros, minimums, _ = zeros_or_minimums(name, bits, qweight.scales, qweight.minimums.double())
+    if minimums is not None:
+        return qweight
+    if zeros is None:
+        zeros = torch.full(qweight.scales.shape, qweight.scheme.midpoint, dtype=torch.int16)
+    return replace(qweight, zeros=zeros, minimums=None)

@@ -152,6 +152,14 @@ def open_checkpoint(folder_or_file: Path, *, float_only: bool = True) -> Safeten
     return SafetensorsCheckpoint(str(path), config, shards)
 
 
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file that a path is, or the only one in a folder without safetensors; else None."""
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        return files[0] if len(files) == 1 and not any(path.glob("*.safetensors")) else None
+    return path if path.suffix == ".gguf" and path.is_file() else None
+
+
 def quantization_method(config: dict[str, Any], tensor_names: Iterable[str]) -> str | None:
     """Who quantized this checkpoint, or None for a float one.
 

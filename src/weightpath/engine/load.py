@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
-from weightpath.checkpoints.store import Checkpoint
+from weightpath.checkpoints.read_linear import ReadLinear
+from weightpath.checkpoints.shards import TensorInfo
+from weightpath.checkpoints.store import Checkpoint, gguf_at
 from weightpath.engine import skeleton
+from weightpath.engine.low_bit_module import module_of
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
-from weightpath.nn.int4_linear import Int4Linear
-from weightpath.nn.int8_linear import Int8Linear
 from weightpath.nn.swap import (
-    LowBitLinear,
     explain,
     replace_module,
     set_activation_bits,
     set_backend,
 )
-from weightpath.qweight import QWeight
 
 Progress = Callable[[str, int, int], None]
 """progress(label, done, total)."""
@@ -38,16 +38,25 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class LowBitModel:
     """What `load` knows of a model, as `model.weightpath`. manifest: how the folder was made, {}
-    where another tool made it."""
+    where another tool made it. format: what it is in. notes: what reading it showed. floats: linears
+    whose integers no module takes -> scheme and why; they run as floats. left_out: tensors that
+    transformers' model has no use for."""
 
     where: str
     manifest: dict[str, Any]
     activation_bits: int
     model: PreTrainedModel = field(repr=False)
+    format: str = ""
+    notes: tuple[str, ...] = ()
+    floats: dict[str, tuple[str, str]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """For every low-bit linear: its scheme, its kernel, and why not the others."""
-        return explain(self.model)
+        report = {name.removesuffix(".inner"): row for name, row in explain(self.model).items()}
+        for name, (scheme, why) in self.floats.items():
+            report[name] = {"scheme": scheme, "kernel": "float", "rejected": [["low-bit", why]]}
+        return report
 
 
 def no_progress(label: str, done: int, total: int) -> None:
@@ -104,46 +113,51 @@ def load(
         raise BadRequest(f"{checkpoint.where}: {bits}-bit activations; use 8 or 16")
     dtype = dtype or model_dtype(checkpoint.config)
     model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
-    if skeleton.head_name(model) in checkpoint.linears:  # a packed head shares no float matrix
+    if skeleton.head_name(model) in checkpoint.parts:  # a packed head shares no float matrix
         model.config.tie_word_embeddings = False
     linears = skeleton.linears(model)
-    _check_places(checkpoint, linears)
+    tables = _check_places(checkpoint, model, linears)
     floats = dict(checkpoint.floats)
     tied = tied_copy(model, checkpoint.source)
-    total = len(checkpoint.linears)
-    for done, name in enumerate(checkpoint.linears, 1):
-        qweight = checkpoint.read_qweight(name)
-        wanted = (linears[name].out_features, linears[name].in_features)
-        if tuple(qweight.codes.shape) != wanted:
-            raise BadTensor(f"{name}.weight_packed", f"holds {list(qweight.codes.shape)}, the model wants {list(wanted)}",
-                            "the checkpoint does not match its config.json")  # fmt: skip
-        bias = None
-        if linears[name].bias is not None:
-            info = floats.pop(f"{name}.bias", None)
-            if info is None:
-                raise BadTensor(f"{name}.bias", "is missing", "fetch the checkpoint again")
-            if info.shape != (linears[name].out_features,):
-                raise BadTensor(info.name, f"shape {info.shape}, the model wants {(linears[name].out_features,)}",
-                                "the checkpoint does not match its config.json")  # fmt: skip
-            bias = checkpoint.source.read(info.name).to(dtype)
-        replace_module(model, name, _module(qweight, bias, name))
+    total = len(checkpoint.parts)
+    run_as_floats: dict[str, tuple[str, str]] = {}
+    for done, name in enumerate(checkpoint.parts, 1):
+        if name not in tables:
+            bias = _bias(checkpoint, name, linears[name], floats, dtype)
+            read = _read(checkpoint, name, linears[name])
+            built = module_of(name, read, bias, dtype)
+            if built.why_float:
+                scheme = "float" if read.qweight is None else read.qweight.scheme.name
+                run_as_floats[name] = (scheme, built.why_float)
+            replace_module(model, name, built.module)
         progress("loading", done, total)
-    skeleton.fill(
-        model,
-        ((name, _cast(checkpoint.source.read(name), dtype)) for name in floats if name != tied),
-        checkpoint.where,
-    )
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in tables:
+            yield f"{name}.weight", checkpoint.read_linear(name).weight().to(dtype)
+        for name in floats:
+            if name != tied:
+                yield name, _cast(checkpoint.source.read(name), dtype)
+
+    left_out = skeleton.fill(model, tensors(), checkpoint.where)
     _ready(model, checkpoint.where, device)
     set_activation_bits(model, bits)
     set_backend(model, backend)
-    model.weightpath = LowBitModel(checkpoint.where, checkpoint.manifest, bits, model)  # type: ignore[assignment]
+    model.weightpath = LowBitModel(  # type: ignore[assignment]
+        checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, checkpoint.notes,
+        run_as_floats, left_out,
+    )  # fmt: skip
     return model
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a checkpoint's folder. BadCheckpoint where it has none."""
+    """The tokenizer of a checkpoint's folder, or of a GGUF file. BadCheckpoint where it has none."""
+    place, file = str(folder), gguf_at(Path(folder))
+    gguf = None if file is None else GGUFCheckpoint(file)
+    if gguf is not None:  # its tokenizer's files live as long as it does
+        place = str(gguf.companions[0].parent)
     try:
-        return AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(place)
     except Exception as error:  # what damaged files raise is not one family
         raise BadCheckpoint(str(folder), f"has no tokenizer that loads ({_said(error)})",
                             "copy the model's tokenizer files into it") from error  # fmt: skip
@@ -169,17 +183,48 @@ def model_dtype(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16
 
 
-def _module(qweight: QWeight, bias: Tensor | None, name: str) -> LowBitLinear:
-    if qweight.scheme.bits == 8:
-        return Int8Linear.from_qweight(qweight, bias, name)
-    return Int4Linear.from_qweight(qweight, bias, name)
+def _read(checkpoint: LowBitCheckpoint, name: str, linear: nn.Linear) -> ReadLinear:
+    """One linear as read. BadTensor where its shape is not the model's."""
+    read = checkpoint.read_linear(name)
+    found = read.floats if read.qweight is None else read.qweight.codes
+    assert found is not None
+    wanted = (linear.out_features, linear.in_features)
+    if tuple(found.shape) != wanted:
+        stored = next(iter(checkpoint.parts[name].values()))
+        raise BadTensor(stored, f"holds {list(found.shape)}, the model wants {list(wanted)}",
+                        "the checkpoint does not match its config.json")  # fmt: skip
+    return read
 
 
-def _check_places(checkpoint: LowBitCheckpoint, linears: dict[str, Any]) -> None:
-    for name in checkpoint.linears:
-        if name not in linears:
+def _bias(
+    checkpoint: LowBitCheckpoint,
+    name: str,
+    linear: nn.Linear,
+    floats: dict[str, TensorInfo],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """A linear's bias, taken out of `floats`; None where the model has none."""
+    if linear.bias is None:
+        return None
+    info = floats.pop(f"{name}.bias", None)
+    if info is None:
+        raise BadTensor(f"{name}.bias", "is missing", "fetch the checkpoint again")
+    if info.shape != (linear.out_features,):
+        raise BadTensor(info.name, f"shape {info.shape}, the model wants {(linear.out_features,)}",
+                        "the checkpoint does not match its config.json")  # fmt: skip
+    return checkpoint.source.read(info.name).to(dtype)
+
+
+def _check_places(
+    checkpoint: LowBitCheckpoint, model: PreTrainedModel, linears: dict[str, nn.Linear]
+) -> list[str]:
+    """Low-bit tables that are looked up and not multiplied. BadCheckpoint for what is neither."""
+    table = skeleton.embedding_name(model)
+    for name in checkpoint.parts:
+        if name not in linears and name != table:
             raise BadCheckpoint(checkpoint.where, f"{name} is packed but is no linear layer of the model",
                                 "the checkpoint does not match its config.json")  # fmt: skip
+    return [name for name in checkpoint.parts if name == table]
 
 
 def tied_copy(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:

@@ -8,6 +8,7 @@ initialiser, and refuses a model in which anything is still without a value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,10 +70,16 @@ def embedding_name(model: PreTrainedModel) -> str:
     return next(name for name, module in model.named_modules() if module is table)
 
 
-def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
-    """Give parameters and buffers their tensors. A name or shape that does not fit is an error."""
+def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) -> tuple[str, ...]:
+    """Give parameters and buffers their tensors; names that the model has no use for are returned.
+
+    A name or shape that does not fit is an error, but for rotary tables and what the model's class
+    says that checkpoints hold beside it (extra prediction layers).
+    """
+    left_out = []
     for name, tensor in tensors:
-        if recomputed(name):
+        if recomputed(name) or unused(model, name):
+            left_out.append(name)
             continue
         module, leaf = _place(model, name, tensor.shape, where)
         if leaf in module._parameters:
@@ -81,6 +88,13 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) ->
             module._parameters[leaf] = parameter
         else:
             module._buffers[leaf] = tensor
+    return tuple(left_out)
+
+
+def unused(model: nn.Module, name: str) -> bool:
+    """Whether the model's class lists a tensor as one that checkpoints hold and it does not load."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def recomputed(name: str) -> bool:
@@ -95,7 +109,7 @@ def check(model: nn.Module, shapes: Mapping[str, Sequence[int]], where: str) -> 
     shapes: tensor name -> shape. `model` is as built, so that what it ties is asked for once.
     """
     for name, shape in shapes.items():
-        if not recomputed(name):
+        if not recomputed(name) and not unused(model, name):
             _place(model, name, shape, where)
     saved = set(model.state_dict())
     wanted = [*dict(model.named_parameters()), *dict(model.named_buffers())]

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from weightpath.checkpoints.read_linear import ReadLinear, zeros_or_minimums
+from weightpath.checkpoints.read_linear import ReadLinear, whole_zeros
 from weightpath.errors import BadTensor
 from weightpath.quantize.int8 import quantize_int8
 from weightpath.quantize.rtn import quantize_rtn
 from weightpath.quantize.stats import row_blocks
-from weightpath.qweight import QWeight
-from weightpath.scheme import INT8, PER_CHANNEL, Scheme
+from weightpath.qweight import QWeight, in_scheme
+from weightpath.scheme import INT8, Scheme
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def fit(
     qweight = read.qweight
     kept = None
     if qweight is not None and read.column_scales is None:
-        qweight = _whole_zeros(name, qweight)
+        qweight = whole_zeros(name, qweight)
         if qweight.minimums is None and (keep_order or qweight.g_idx is None):
-            kept = _reshaped(qweight, scheme)
+            kept = in_scheme(qweight, scheme)
     if kept is None:
         again = _again(name, read, scheme, scale_dtype, why)
         rounded = _nearest_zeros(name, read, scheme, scale_dtype)
@@ -100,19 +100,6 @@ def change(after: QWeight | Tensor, before: object) -> tuple[float, float]:
     return largest, total / (n * k)
 
 
-def _whole_zeros(name: str, qweight: QWeight) -> QWeight:
-    """A weight with minimums as one with zeros, where that changes nothing; else itself."""
-    if qweight.minimums is None:
-        return qweight
-    bits = qweight.scheme.bits
-    zeros, minimums, _ = zeros_or_minimums(name, bits, qweight.scales, qweight.minimums.double())
-    if minimums is not None:
-        return qweight
-    if zeros is None:
-        zeros = torch.full(qweight.scales.shape, qweight.scheme.midpoint, dtype=torch.int16)
-    return replace(qweight, zeros=zeros, minimums=None)
-
-
 def _nearest_zeros(
     name: str, read: ReadLinear, scheme: Scheme, scale_dtype: torch.dtype
 ) -> Fitted | None:
@@ -125,47 +112,12 @@ def _nearest_zeros(
     step = torch.where(qweight.scales == 0, 1.0, qweight.scales.double())
     zeros = (-qweight.minimums.double() / step).round_().clamp_(0, qweight.scheme.top_code)
     whole = replace(qweight, zeros=zeros.to(torch.int16), minimums=None)
-    kept = _reshaped(whole, scheme)
+    kept = in_scheme(whole, scheme)
     if kept is None:
         return None
     fitted = replace(kept[0], scales=_cast(name, kept[0].scales, scale_dtype))
     largest, mean = change(fitted, qweight.dequantize)
     return Fitted(fitted, (*kept[1], "minimums rounded to whole zero points"), largest, mean)
-
-
-def _reshaped(qweight: QWeight, scheme: Scheme) -> tuple[QWeight, tuple[str, ...]] | None:
-    """The same weights in the fields of `scheme`, and how; None where its fields do not hold them."""
-    old, k = qweight.scheme, qweight.in_features
-    scheme = scheme.with_activations(16)
-    if old == scheme:
-        return qweight, ()
-    if scheme.bits < old.bits or not scheme.divides(k):
-        return None
-    if scheme.symmetric and not old.symmetric:
-        assert qweight.zeros is not None
-        if not bool((qweight.zeros == old.midpoint).all()):
-            return None
-    steps: list[str] = []
-    codes, scales = qweight.codes, qweight.scales
-    zeros = None if scheme.symmetric else qweight.zeros
-    if not scheme.symmetric and zeros is None:
-        zeros = torch.full(scales.shape, old.midpoint, dtype=torch.int16)
-        steps.append(f"zero points of {old.midpoint} written out")
-    size = k if old.group_size == PER_CHANNEL else old.group_size
-    wanted = k if scheme.group_size == PER_CHANNEL else scheme.group_size
-    if wanted != size:
-        if qweight.g_idx is not None or size % wanted:
-            return None
-        times = size // wanted
-        scales = scales.repeat_interleave(times, dim=1)
-        zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)
-        steps.append(f"groups of {size} cut to {wanted}")
-    if scheme.bits > old.bits:
-        if scheme.symmetric:
-            codes = codes + (scheme.midpoint - old.midpoint)
-        steps.append(f"{old.bits}-bit codes in {scheme.bits}-bit fields")
-    moved = replace(qweight, scheme=scheme, codes=codes, scales=scales, zeros=zeros)
-    return moved, tuple(steps)
 
 
 def _again(
