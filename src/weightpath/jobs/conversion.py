@@ -14,8 +14,9 @@ from weightpath.checkpoints.low_bit import LowBitCheckpoint
 from weightpath.checkpoints.opened import Outline
 from weightpath.engine.load import model_dtype
 from weightpath.engine.skeleton import recomputed
-from weightpath.errors import BadRequest
+from weightpath.errors import BadRequest, BadTensor
 from weightpath.jobs.folds import Folds, plan_folds
+from weightpath.jobs.scale_folds import fold_scales
 from weightpath.jobs.targets import Choice
 
 
@@ -85,9 +86,15 @@ def prepare(
 ) -> Work:
     """Outlines of all linears, the folds of their orders, and the target's choices."""
     outlines = dict(low.linears)
+    for module in outlines:
+        if f"{module}.weight" in low.floats:
+            raise BadTensor(
+                f"{module}.weight", "is stored both packed and as floats", "remove one of the two"
+            )
     folds = Folds(outlines)
     if not keeps_order:
         folds = plan_folds(outlines, low.floats, low.config, low.read_qweight)
+    fold_scales(folds, low)
     work = Work(low, folds, choose(folds.outlines), _float_dtype(low))
     work.left_out = [name for name in low.floats if recomputed(name)]
     return work

@@ -9,8 +9,9 @@ linear is copied.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine.load import Progress, model_dtype
-from weightpath.errors import BadTensor
+from weightpath.errors import BadRequest, BadTensor
 from weightpath.jobs.conversion import (
     Converted,
     ConvertedTensor,
@@ -35,6 +36,8 @@ from weightpath.jobs.targets import Target
 from weightpath.qweight import QWeight
 from weightpath.version import __version__
 
+Made = tuple[Mapping[str, Tensor], dict[str, Any]]
+"""A unit's tensors, and the note on what was done."""
 AHEAD = 2
 """Linears worked on at a time, each on a thread; memory holds this many."""
 
@@ -56,6 +59,12 @@ def convert_to_folder(
         refuse_known_losses(work)
     units = _units(work, target)
     schemes = {name: c.scheme for name, c in work.choices.items() if c.scheme is not None}
+    if not schemes:
+        name, first = next(iter(work.choices.items()))
+        raise BadRequest(
+            f"nothing is left to write as {target.name}, first {name}: {first.why}; "
+            "use compressed-tensors"
+        )
     ordered = any(choice.keep_order for choice in work.choices.values())
     settings = target.config(schemes, _ignored(work), ordered)
     job = {
@@ -66,13 +75,14 @@ def convert_to_folder(
         resumed = len(writer.finished)
         todo = [unit for unit in units if unit.key not in writer.finished]
         done = len(units) - len(todo)
-        for unit, (tensors, note) in _made(work, target, todo):
-            if exact_only and not note["exact"]:
-                writer.discard()
-                raise _not_exact(note)
-            writer.write(unit.key, tensors, note)
-            done += 1
-            progress(f"converting {unit.key}", done, len(units))
+        with closing(_made(work, target, todo)) as made:
+            for unit, (tensors, note) in made:
+                if exact_only and not note["exact"]:
+                    writer.discard()
+                    raise _not_exact(note)
+                writer.write(unit.key, tensors, note)
+                done += 1
+                progress(f"converting {unit.key}", done, len(units))
         notes = [writer.finished[unit.key] for unit in units]
         writer.finish(_files(work, target, settings, notes, source))
     return _converted(work, target.name, folder, notes, resumed)
@@ -82,7 +92,7 @@ def linear_note(
     work: Work, module: str, target: Target
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One linear's tensors in the target format, and what was done."""
-    choice, outline = work.choices[module], work.low.outline(module)
+    choice, outline = work.choices[module], work.low.linears[module]
     read = work.folds.apply(module, work.low.read_linear(module))
     was = "floats" if outline.scheme is None else outline.scheme.name
     if choice.scheme is None:
@@ -94,15 +104,11 @@ def linear_note(
         how = f"stored as {str(work.float_dtype).removeprefix('torch.')}: {choice.why}"
         note = _note(module, was, "float", how, largest, mean)
         return {f"{module}.weight": kept}, note
-    why = work.folds.why_not.get(module) if outline.ordered else None
+    why = work.folds.why_not.get(module)
     fitted = fit(module, read, choice.scheme, choice.scale_dtype, choice.keep_order,
                  why or choice.why)  # fmt: skip
-    steps = list(fitted.steps)
-    if module in work.folds.columns:
-        steps.insert(0, "column order folded into the rows of the layer before")
-    elif module in work.folds.rows:
-        steps.insert(0, "rows take the column order of the layer after")
-    elif outline.ordered and choice.keep_order:
+    steps = [step for step in (work.folds.step(module), *fitted.steps) if step]
+    if outline.ordered and choice.keep_order:
         steps.insert(0, "column order kept")
     how = "; ".join(steps) or "codes, scales and zeros kept"
     note = _note(module, was, fitted.qweight.scheme.name, how, fitted.largest_change,
@@ -113,26 +119,33 @@ def linear_note(
 
 def float_note(work: Work, name: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """One float tensor as it is written, and what that changed."""
-    before = work.folds.apply_float(name, work.low.source.read(name))
+    before, step = (
+        work.folds.apply_float(name, work.low.source.read(name)),
+        work.folds.float_step(name),
+    )
     if before.dtype == dtype:
-        return before, _note(name, "", "", "copied", 0.0, 0.0)
+        return before, _note(name, "", "", step or "copied", 0.0, 0.0)
     after = before.to(dtype)
     if not bool(torch.isfinite(after).all()):
         raise BadTensor(name, f"overflows {dtype} or is not finite", "use a format that keeps fp32")
     flat = (-1, before.shape[-1]) if before.ndim else (1, 1)
     largest, mean = change(after.reshape(flat), before.reshape(flat))
     short = [str(kind).removeprefix("torch.") for kind in (before.dtype, dtype)]
-    return after, _note(name, short[0], short[1], f"rounded to {short[1]}", largest, mean)
+    how = f"{step}; rounded to {short[1]}" if step else f"rounded to {short[1]}"
+    return after, _note(name, short[0], short[1], how, largest, mean)
 
 
-def served_change(qweight: QWeight, config: dict[str, Any]) -> list[float] | None:
-    """Largest and mean relative change of fp16 scales in a bf16 model; None where there is none."""
+def served_change(qweight: QWeight, config: dict[str, Any]) -> tuple[float, float, int] | None:
+    """Relative change of fp16 scales in a bf16 model: the largest, the sum, and of how many.
+
+    None where the scales or the model are of another dtype.
+    """
     if qweight.scales.dtype != torch.float16 or model_dtype(config) != torch.bfloat16:
         return None
     before = qweight.scales.double()
     moved = (qweight.scales.to(torch.bfloat16).double() - before).abs_()
     relative = torch.where(before == 0, 0.0, moved / before.abs())
-    return [float(relative.max()), float(relative.mean())]
+    return float(relative.max()), float(relative.sum()), relative.numel()
 
 
 def _note(
@@ -166,10 +179,10 @@ def _linear_unit(work: Work, target: Target, module: str) -> Unit:
 
 def _made(
     work: Work, target: Target, units: list[Unit]
-) -> Iterator[tuple[Unit, tuple[Mapping[str, Tensor], dict[str, Any]]]]:
+) -> Generator[tuple[Unit, Made], None, None]:
     """Units with their tensors, in order, AHEAD of them worked on at a time."""
 
-    def make(unit: Unit) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    def make(unit: Unit) -> Made:
         if unit.key in work.choices:
             return linear_note(work, unit.key, target)
         planned = unit.tensors[0]
@@ -204,7 +217,17 @@ def _ignored(work: Work) -> list[str]:
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and len(info.shape) == 2 and "embed" not in module.rpartition(".")[2]:
             floats.append(module)
-    return floats
+    return floats + _tied_head(work)
+
+
+def _tied_head(work: Work) -> list[str]:
+    """The head's module where it has no tensor of its own: it is of class Linear all the same, and
+    transformers would look for its codes."""
+    modules = {name.rpartition(".")[0] for name in work.low.source.tensors}
+    kinds = work.low.config.get("architectures") or ["ForCausalLM"]
+    generates = any(str(kind).endswith(("LM", "ForConditionalGeneration")) for kind in kinds)
+    has_own = any(module.rpartition(".")[2] == "lm_head" for module in modules)
+    return ["lm_head"] if generates and not has_own else []
 
 
 def _files(
@@ -216,7 +239,8 @@ def _files(
 ) -> dict[str, str | Path]:
     """config.json with the new quantization config alone, companions, and the manifest."""
     config = without_settings(work.low.config)
-    if "lm_head" in work.choices:  # a packed head shares no matrix with the embedding
+    heads = [module for module in work.choices if module.rpartition(".")[2] == "lm_head"]
+    if heads:  # a head that was packed shares no matrix with the embedding
         config["tie_word_embeddings"] = False
     config["quantization_config"] = settings
     files: dict[str, str | Path] = {path.name: path for path in work.low.companions}
@@ -260,8 +284,8 @@ def _converted(
             floats.append(ConvertedTensor(**kept))
         if note.get("served"):
             served.append(note["served"])
-    largest = max((pair[0] for pair in served), default=0.0)
-    mean = sum(pair[1] for pair in served) / len(served) if served else 0.0
+    largest = max((found[0] for found in served), default=0.0)
+    mean = sum(found[1] for found in served) / max(sum(found[2] for found in served), 1)
     said = [f"{name}: left out, it is computed from the config" for name in work.left_out]
     return Converted(
         Path(folder), work.low.format, to, tuple(linears), tuple(floats),

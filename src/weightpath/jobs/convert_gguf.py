@@ -7,7 +7,9 @@ file grows beside its place and is moved there when whole: a killed run starts a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -26,9 +28,18 @@ from weightpath.jobs.conversion import (
     refuse_known_losses,
     without_settings,
 )
-from weightpath.jobs.fit import Fitted, fit
+from weightpath.jobs.fit import fit
 from weightpath.jobs.targets import GGUF, choose_gguf
 from weightpath.qweight import QWeight
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What fitting a linear took, without its integers."""
+
+    steps: tuple[str, ...] = ()
+    largest_change: float = 0.0
+    mean_change: float = 0.0
 
 
 def convert_to_gguf(
@@ -41,6 +52,13 @@ def convert_to_gguf(
         raise BadRequest(f"{file}: is the source itself; name another file")
     if place.suffix != ".gguf" and place.is_file():
         raise BadRequest(f"{place}: exists and is no folder; name a folder or a .gguf file")
+    with _no_empty_folder(file.parent):
+        return _write(path, file, exact_only, overwrite, progress)
+
+
+def _write(
+    path: Path, file: Path, exact_only: bool, overwrite: bool, progress: Progress
+) -> Converted:
 
     def tell(done: int, total: int) -> None:
         progress("converting", done, total)
@@ -58,7 +76,7 @@ def convert_to_gguf(
     work = prepare(low, choose_gguf, keeps_order=False)
     if exact_only:
         refuse_known_losses(work)
-    fitted: dict[str, Fitted] = {}
+    fitted: dict[str, _Steps] = {}
     weights = {f"{module}.weight": _weight(work, module, fitted) for module in work.choices}
     for name in low.floats:
         if name not in work.left_out:
@@ -70,12 +88,24 @@ def convert_to_gguf(
     for name, stored in written.tensors.items():
         module = name.removesuffix(".weight")
         if module in work.choices:
-            linears.append(_linear(work, module, stored, fitted.get(module)))
+            linears.append(_linear(work, module, stored, fitted.get(module, _Steps())))
         elif not stored.exact:
             floats.append(_float(name, stored))
     copied = len(written.tensors) - len(linears) - len(floats)
     return Converted(file, low.format, GGUF, tuple(linears), tuple(floats), copied,
                      (*low.notes, *written.notes))  # fmt: skip
+
+
+@contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """Remove the folder after a refusal, if it was made for this file and holds nothing."""
+    existed = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not existed and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def _is_float(path: Path) -> bool:
@@ -85,7 +115,7 @@ def _is_float(path: Path) -> bool:
     return quantization_method(checkpoint.config, checkpoint.tensors) is None
 
 
-def _weight(work: Work, module: str, fitted: dict[str, Fitted]) -> Weight:
+def _weight(work: Work, module: str, fitted: dict[str, _Steps]) -> Weight:
     """A linear as the writer wants it: its scheme, and its integers (or floats) when it is due."""
     choice = work.choices[module]
 
@@ -96,8 +126,10 @@ def _weight(work: Work, module: str, fitted: dict[str, Fitted]) -> Weight:
         kept = found.qweight
         if kept is not None and not choice.again and kept.scheme == choice.scheme:
             return kept  # float minimums too, which blocks have
-        fitted[module] = fit(module, found, choice.scheme, choice.scale_dtype, why=choice.why)
-        return fitted[module].qweight
+        why = work.folds.why_not.get(module) or choice.why
+        made = fit(module, found, choice.scheme, choice.scale_dtype, why=why)
+        fitted[module] = _Steps(made.steps, made.largest_change, made.mean_change)
+        return made.qweight
 
     return Weight(choice.scheme, read)
 
@@ -106,17 +138,17 @@ def _reader(work: Work, name: str) -> Callable[[], Tensor]:
     return lambda: work.folds.apply_float(name, work.low.source.read(name))
 
 
-def _linear(work: Work, module: str, stored: Stored, fitted: Fitted | None) -> ConvertedTensor:
+def _linear(work: Work, module: str, stored: Stored, fitted: _Steps) -> ConvertedTensor:
     """What became of a linear: the steps of fitting it, and what its blocks' fp16 rounds."""
-    outline = work.low.outline(module)
-    steps = [] if fitted is None else list(fitted.steps)
-    if module in work.folds.columns:
-        steps.insert(0, "column order folded into the rows of the layer before")
+    outline = work.low.linears[module]
+    steps = list(fitted.steps)
+    if work.folds.step(module):
+        steps.insert(0, work.folds.step(module))
     steps.append(stored.exactness)
     if work.choices[module].scheme is None:
         steps.append(work.choices[module].why)
-    largest = stored.largest_change + (fitted.largest_change if fitted else 0.0)  # a bound
-    mean = stored.mean_change + (fitted.mean_change if fitted else 0.0)
+    largest = stored.largest_change + fitted.largest_change  # a bound
+    mean = stored.mean_change + fitted.mean_change
     was = "floats" if outline.scheme is None else outline.scheme.name
     return ConvertedTensor(
         module, was, stored.kind, largest == 0.0, "; ".join(steps), largest, mean

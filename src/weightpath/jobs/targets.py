@@ -96,8 +96,10 @@ def _choose_compressed(outlines: Mapping[str, Outline]) -> dict[str, Choice]:
 def _choose_int8(outlines: Mapping[str, Outline]) -> dict[str, Choice]:
     choices = {}
     for name, outline in outlines.items():
-        kept = outline.plain and outline.scheme == INT8
-        found = "floats" if outline.scheme is None else outline.scheme.name
+        scheme = outline.scheme
+        whole = scheme is not None and scheme.group_size in (PER_CHANNEL, outline.shape[1])
+        kept = outline.plain and whole and scheme is not None and scheme.symmetric
+        found = "floats" if scheme is None else scheme.name
         why = "" if kept else f"{found} is not int8 per channel"
         choices[name] = Choice(INT8, torch.float32, why, not kept)
     return choices
@@ -161,7 +163,7 @@ def _integers(
     scheme = outline.scheme.with_activations(16)
     if outline.scaled:
         return _tiling(scheme, k), True, "its activations are scaled by column"
-    if outline.ordered and not ordered_ok:
+    if outline.ordered and not (ordered_ok and scheme.divides(k)):
         return _tiling(scheme, k), True, "its column order (g_idx) has no place in the file"
     if outline.minimums and not minimums_ok:
         return scheme, False, "its minimums are not whole zero points"
@@ -190,12 +192,8 @@ def _halves(outline: Outline) -> torch.dtype:
 def _awq_config(
     schemes: Mapping[str, Scheme], ignored: Iterable[str], ordered: bool
 ) -> dict[str, Any]:
-    sizes = {scheme.group_size for scheme in schemes.values()}
-    if len(sizes) != 1:
-        raise BadRequest(
-            "nothing is left to write as AWQ: no linear has 4 bits or fewer; use compressed-tensors"
-        )
-    return awq.quantization_config(sizes.pop(), True, ignored)
+    (size,) = {scheme.group_size for scheme in schemes.values()}  # _choose_awq gives all the same
+    return awq.quantization_config(size, True, ignored)
 
 
 def _gptq_target(version: gptq.Convention) -> Target:
