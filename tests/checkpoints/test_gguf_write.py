@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gguf import logits
-from tiny_gguf import MERGES, byte_letters, file_tensors, gguf_name, tiny_model, vocabulary
 from tokenizers import (
     AddedToken,
     Regex,
@@ -28,6 +27,16 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tiny_gguf import (
+    MERGES,
+    byte_letters,
+    file_tensors,
+    gguf_name,
+    make_folder,
+    make_tokenizer,
+    tiny_model,
+    vocabulary,
+)
 from weightpath.checkpoints import gguf_merges, gguf_write
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.gguf_tokenizer import SPLITS
@@ -42,35 +51,6 @@ SIZE = 272
 """Rows of the embedding: the 269 tokens of tiny_gguf's vocabulary, and three that are unused."""
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-def make_tokenizer(pre: pre_tokenizers.PreTokenizer | None = None, **options: Any) -> Tokenizer:
-    """A byte-level BPE as SmolLM2's, with two special tokens and one kept whole."""
-    tokens = vocabulary()[:-1]
-    pairs = [(line.split(" ")[0], line.split(" ")[1]) for line in MERGES]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, **options)
-    )
-    tokenizer.pre_tokenizer = pre or pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in tokens[:2]])
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
-    return tokenizer
-
-
-def make_folder(folder: Path, tokenizer: Tokenizer | None = None, **settings_: Any) -> Path:
-    """A tokenizer's files; settings_ go into tokenizer_config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (tokenizer or make_tokenizer()).save(str(folder / "tokenizer.json"))
-    stated = {"bos_token": "<|start|>", "eos_token": "<|end|>", "pad_token": "<|end|>"} | settings_
-    stated = {key: value for key, value in stated.items() if value is not None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,9 @@ def test_a_float_folder_counts_as_its_dtype(tmp_path: Path) -> None:
 def test_a_gguf_file_is_counted(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     found = inspect_folder(path)
-    assert found.format == "GGUF"
+    assert found.format == "GGUF Q8_0"
+    assert {kind.bits_per_weight for kind in found.kinds if kind.scheme == "w8g32"} == {8.5}
+    assert found.tensor_bytes < found.file_bytes < 1.5 * found.tensor_bytes
     assert found.file_bytes == path.stat().st_size
     assert found.architecture == "LlamaForCausalLM"
 

@@ -128,7 +128,6 @@ def test_the_head_takes_the_bits_that_are_asked_for(
         ({"group_size": 0}, "group size 0: use -1"),
         ({"priority": "style"}, "priority 'style': unknown"),
         ({"runtime": "abacus"}, "runtime 'abacus': unknown"),
-        ({"runtime": "llama.cpp"}, "cannot write GGUF yet"),
     ],
     ids=str,
 )

@@ -31,6 +31,12 @@ LOADED = [
     ("weightpath", W4A8, "avx only"),
     ("weightpath", INT8, "phone"),
     ("weightpath", INT8, "riscv"),
+    # GGUF, which `weightpath convert` makes of what quantize writes
+    ("llama.cpp", W4, "zen4"),
+    ("llama.cpp", W4A8, "arm server"),
+    ("llama.cpp", W4_ASYMMETRIC, "h100"),
+    ("llama.cpp", INT8, "riscv"),
+    ("llama.cpp", None, "raspberry pi"),
 ]
 
 REFUSED = [
@@ -54,8 +60,9 @@ REFUSED = [
     ("weightpath", Scheme(3, 64), "zen4", "4-bit and 8-bit weights only"),
     ("weightpath", W4, "phone", "takes 8-bit weights only"),
     ("weightpath", None, "phone", "not the model's own dtype"),
-    ("llama.cpp", W4, "zen4", "GGUF"),
-    ("llama.cpp", None, "h100", "cannot write GGUF yet"),
+    ("llama.cpp", Scheme(4, 48), "zen4", "groups that are a multiple of 32"),
+    ("llama.cpp", Scheme(8, symmetric=False), "h100", "without zero points only"),
+    ("llama.cpp", W4, "phone", "exported graph"),
 ]
 
 
@@ -80,6 +87,18 @@ def test_the_cpu_kernel_of_vllm_wants_rows_of_whole_32s(profiles):
     assert loads("vllm", rows, "linear", profiles["zen4"], in_features=96) is None
     assert "32, not 100" in (loads("vllm", rows, "linear", profiles["zen4"], 100) or "")
     assert loads("vllm", rows, "linear", profiles["h100"], in_features=100) is None
+    narrow = loads("vllm", rows, "linear", profiles["zen4"], 96, out_features=40)
+    assert "out_features that are a multiple of 32, not 40" in (narrow or "")
+
+
+def test_gguf_blocks_want_rows_of_whole_32s_and_replicate_a_scale_of_a_row(profiles):
+    assert loads("llama.cpp", INT8, "head", profiles["zen4"], 96, 40) is None
+    refusal = loads("llama.cpp", INT8, "head", profiles["zen4"], 100) or ""
+    assert "in_features that are a multiple of 32, not 100" in refusal
+
+
+def test_llama_cpp_is_said_to_need_a_conversion():
+    assert "weightpath convert DIR --to gguf" in find_runtime("llama.cpp").computes
 
 
 def test_vllm_is_refused_on_hosts_it_does_not_run_on(profiles):

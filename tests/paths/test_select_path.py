@@ -155,10 +155,9 @@ def test_transformers_is_said_to_decompress(profiles):
     assert any("memory and speed are those of the float model" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("device", TABLE)
-def test_llama_cpp_is_refused_because_gguf_cannot_be_written_yet(profiles, device):
-    with pytest.raises(BadRequest, match="cannot write GGUF yet"):
-        choose(profiles, device, runtime="llama.cpp")
+def test_llama_cpp_is_said_to_want_the_written_folder_as_gguf(profiles):
+    reasons = choose(profiles, "zen4", runtime="llama.cpp").reasons
+    assert any("weightpath convert DIR --to gguf" in reason for reason in reasons)
 
 
 def test_unknown_words_are_refused_with_the_known_ones(profiles):

@@ -70,7 +70,10 @@ class GGUFCheckpoint:
         self.set_aside: dict[str, str] = {}
         factors = None
         if ROPE_FACTORS in tensors:
-            factors = _floats(self._file.rows(ROPE_FACTORS), tensors[ROPE_FACTORS].kind)
+            kind = tensors[ROPE_FACTORS].kind
+            if kind not in _DTYPES:
+                raise BadTensor(ROPE_FACTORS, f"is {kind}, wanted floats", "convert it again")
+            factors = _floats(self._file.rows(ROPE_FACTORS), kind)
             factors = factors.float().flatten().numpy()
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         kinds = {name: tensor.kind for name, tensor in tensors.items()}
@@ -90,7 +93,7 @@ class GGUFCheckpoint:
         """Tokenizer, chat template and generation settings made from the metadata, by file name."""
         context = self.config["max_position_embeddings"]
         texts = tokenizer_files(self.where, self._file.metadata, context)
-        settings = generation_config(self._file.metadata)
+        settings = generation_config(self._file.metadata, self.where)
         return texts | {"generation_config.json": json.dumps(settings, indent=2) + "\n"}
 
     @property
@@ -142,6 +145,11 @@ class GGUFCheckpoint:
         name = known(self, f"{module}.weight")
         return self._file.tensors[self._sources[name].gguf_name].nbytes
 
+    def stored(self, name: str) -> tuple[str, int]:
+        """Block or float type of a tensor in the file, and its bytes there."""
+        found = self._file.tensors[self._sources[known(self, name)].gguf_name]
+        return found.kind, found.nbytes
+
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [stop - start, K] in HF order; a vector is one row (a bias is put in order)."""
         source = self._sources[name]
@@ -160,9 +168,9 @@ class GGUFCheckpoint:
         for first in range(start, stop, step):
             last = min(first + step, stop)
             chosen = packed[_file_rows(source, first, last)] if source.heads else packed[first:last]
-            result[first - start : last - start] = torch.from_numpy(
-                quants.dequantize(np.ascontiguousarray(chosen), kind)
-            )
+            with np.errstate(over="ignore", invalid="ignore"):  # NaN and Inf stay what they are
+                values = quants.dequantize(np.ascontiguousarray(chosen), kind)
+            result[first - start : last - start] = torch.from_numpy(values)
         return result
 
     def _info(self, name: str) -> TensorInfo:

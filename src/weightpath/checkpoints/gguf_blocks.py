@@ -125,7 +125,8 @@ def from_blocks(
         cut = slice(start, min(start + step, n))
         chosen = packed[cut] if order is None else packed[order[cut]]
         blocks = np.ascontiguousarray(chosen).reshape(-1, nbytes)
-        found = _unpack(kind, blocks)
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN and Inf are refused by check
+            found = _unpack(kind, blocks)
         codes[cut] = found[0].reshape(-1, k)
         scales[cut] = found[1].reshape(-1, scales.shape[1])
         if minimums is not None and found[2] is not None:

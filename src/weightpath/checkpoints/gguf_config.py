@@ -15,6 +15,7 @@ Source: gguf-py's keys and names (0.19); llama.cpp's converter; transformers' co
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,10 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_SPECIAL = {"bos": "bos", "eos": "eos", "padding": "pad"}
 _DTYPES = {"F32": "float32", "F16": "float16"}
+_LARGEST = float(np.finfo(np.float32).max)
+"""No number of a model is beyond float32, in which GGUF stores most."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,10 @@ def model_config(
     Errors: BadCheckpoint for an architecture, key or value that has no place in the config.
     """
     name = metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise BadCheckpoint(
             where,
-            f"architecture is {name!r}; read here are {', '.join(ARCHITECTURES)}",
+            f"architecture is {name!r:.40}; read here are {', '.join(ARCHITECTURES)}",
             "give the model's safetensors checkpoint",
         )
     model_type, class_name = ARCHITECTURES[name]
@@ -151,7 +155,7 @@ def model_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "dtype": _DTYPES.get(max(matrices, key=matrices.count), "bfloat16"),
-        **_token_ids(metadata),
+        **_token_ids(where, metadata),
     }
     if len(rope) > 2:
         config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
@@ -210,16 +214,20 @@ def tensor_sources(architecture: str, config: dict[str, Any]) -> dict[str, Sourc
     return sources
 
 
-def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+def generation_config(metadata: dict[str, Any], where: str = "GGUF metadata") -> dict[str, Any]:
     """generation_config.json: special token ids, and the sampling settings in the file."""
-    settings: dict[str, Any] = _token_ids(metadata)
-    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    unique = list(dict.fromkeys(end for end in ends if end is not None))
+    settings: dict[str, Any] = _token_ids(where, metadata)
+    ends = _token_ids(where, metadata, {"eos": "eos", "eot": "eot", "eom": "eom"})
+    unique = list(dict.fromkeys(ends.values()))
     if len(unique) > 1:
         settings["eos_token_id"] = unique
     for key, hf in SAMPLING.items():
         value = metadata.get(f"general.sampling.{key}")
         if value is not None:
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise BadCheckpoint(
+                    where, f"general.sampling.{key} is {value!r:.40}", "convert it again"
+                )
             settings[hf] = _shortest(value) if isinstance(value, float) else value
             settings["do_sample"] = True
     return settings
@@ -254,7 +262,7 @@ def _rope_parameters(
     plain = {"rope_theta": theta, "rope_type": "default"}
     mend = "give the model's safetensors checkpoint"
     if factors is not None and not np.all(factors == 1.0):
-        largest = _shortest(float(factors.max()))
+        largest = _shortest(float(factors.max(initial=1.0)))
         wanted = llama3_factors(theta, head_dim, largest, LLAMA3_ROPE)
         fits = factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-4, atol=0)
         if kind not in ("none", "linear") or not fits:
@@ -262,17 +270,19 @@ def _rope_parameters(
         return {"rope_theta": theta, "rope_type": "llama3", "factor": largest, **LLAMA3_ROPE}
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
         return plain
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+        raise BadCheckpoint(where, f"{name}.rope.scaling.factor is {factor!r:.40}", mend)
     if kind == "linear":
         return plain | {"rope_type": "linear", "factor": _shortest(factor)}
     original = keys.get("rope.scaling.original_context_length")
-    if kind == "yarn" and original:
+    if kind == "yarn" and type(original) is int and original > 0:
         return plain | {
             "rope_type": "yarn",
             "factor": _shortest(factor),
             "original_max_position_embeddings": original,
         }
     raise BadCheckpoint(
-        where, f"{name}.rope.scaling.type is {kind!r}, which is not read here", mend
+        where, f"{name}.rope.scaling.type is {kind!r:.40}, which is not read here", mend
     )
 
 
@@ -282,10 +292,11 @@ def _reader(where: str, name: str, keys: dict[str, Any]) -> Any:
     def number(key: str, default: Any = None, kind: type = int) -> Any:
         value = _only(keys.get(key, default))
         least = 0 if default is not None else 1e-30
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        sound = isinstance(value, kind) and not isinstance(value, bool) and value >= least
+        if not sound or value > _LARGEST:
             raise BadCheckpoint(
                 where,
-                f"metadata {name}.{key} is {value!r}, wanted one number above 0",
+                f"metadata {name}.{key} is {value!r:.40}, wanted one number above 0",
                 "convert it again",
             )
         return value
@@ -298,14 +309,23 @@ def _only(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
 
-def _token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
-    names = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    found = {
-        f"{hf}_token_id": metadata.get(f"tokenizer.ggml.{k}_token_id") for k, hf in names.items()
-    }
-    return {key: value for key, value in found.items() if value is not None}
+def _token_ids(
+    where: str, metadata: dict[str, Any], names: Mapping[str, str] = _SPECIAL
+) -> dict[str, int]:
+    """Ids of special tokens, under the names of config.json; names: GGUF's -> HF's."""
+    found = {}
+    for kind, hf in names.items():
+        index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        if type(index) is int:
+            found[f"{hf}_token_id"] = index
+        elif index is not None:
+            raise BadCheckpoint(
+                where, f"tokenizer.ggml.{kind}_token_id is {index!r:.40}", "convert it again"
+            )
+    return found
 
 
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05 for the stored 9.99999974e-06."""
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # a float64 that float32 does not hold is infinite
+        return float(str(np.float32(value)))

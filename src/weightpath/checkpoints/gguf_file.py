@@ -108,14 +108,14 @@ def read_gguf(path: Path) -> GGUFFile:
         if key in metadata:
             raise BadCheckpoint(where, f"metadata key {key} is given twice", MEND)
         metadata[key] = cursor.value(key)
-    if (parts := metadata.get("split.count", 0)) > 1:
+    if (parts := metadata.get("split.count", 0)) not in (0, 1):
         raise BadCheckpoint(
-            where, f"is one of {parts} parts", "join them with llama-gguf-split --merge"
+            where, f"is one of {parts!r:.20} parts", "join them with llama-gguf-split --merge"
         )
     table = [_table_entry(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise BadCheckpoint(where, f"alignment is {alignment}, wanted a power of two", MEND)
+        raise BadCheckpoint(where, f"alignment is {alignment!r:.20}, wanted a power of two", MEND)
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GGUFTensor] = {}
     for name, shape, kind, offset in table:

@@ -39,6 +39,8 @@ _DEFAULT_YARN = {
     "mscale_all_dim": None, "truncate": True,
 }  # fmt: skip
 _KEEP = "keep the checkpoint as safetensors"
+_LARGEST = float(np.finfo(np.float32).max)
+"""GGUF stores the fractions of a model as float32."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,27 @@ def gguf_model(where: str, config: dict[str, Any], names: Collection[str]) -> GG
     BadTensor for a tensor that is missing, or has no place in the model.
     """
     model_type = config.get("model_type")
-    if model_type not in _LIKE_LLAMA:
+    if not isinstance(model_type, str) or model_type not in _LIKE_LLAMA:
         raise BadCheckpoint(
             where,
-            f"model_type is {model_type!r}; written as GGUF are {', '.join(_LIKE_LLAMA)}",
+            f"model_type is {model_type!r:.40}; written as GGUF are {', '.join(_LIKE_LLAMA)}",
             _KEEP,
         )
     expected = ARCHITECTURES[model_type][1]
     if config.get("architectures") not in (None, [], [expected]):
         raise BadCheckpoint(
-            where, f"is a {config['architectures']}, only {expected} is written as GGUF", _KEEP
+            where,
+            f"is a {config['architectures']!r:.60}, only {expected} is written as GGUF",
+            _KEEP,
         )
     architecture = _LIKE_LLAMA[model_type]
     full = _with_defaults(where, config, model_type)
     full["tie_word_embeddings"] = "lm_head.weight" not in names
+    if full["num_hidden_layers"] > len(names):
+        raise BadCheckpoint(
+            where, f"has {full['num_hidden_layers']} layers, but {len(names)} tensors",
+            "give a complete checkpoint",
+        )  # fmt: skip
     rope, factors = _rope(where, architecture, full)
     notes = _unusual(where, config, model_type, full)
     if not full["tie_word_embeddings"] and config.get("tie_word_embeddings"):
@@ -130,14 +139,16 @@ def _with_defaults(where: str, config: dict[str, Any], model_type: str) -> dict[
             "an even size and a whole number of queries a key are needed: check config.json",
         )
     epsilon = config.get("rms_norm_eps")
-    if not isinstance(epsilon, float) or not epsilon > 0:
+    if not isinstance(epsilon, float) or not 0 < epsilon <= _LARGEST:
         raise BadCheckpoint(
-            where, f"rms_norm_eps is {epsilon!r}, wanted a number above 0", "check config.json"
+            where, f"rms_norm_eps is {epsilon!r:.40}, wanted a number above 0", "check config.json"
         )
     full["rms_norm_eps"] = epsilon
     full["attention_bias"] = bool(config.get("attention_bias")) and model_type != "mistral"
     full["mlp_bias"] = bool(config.get("mlp_bias")) and model_type == "llama"
-    full["sliding_window"] = config.get("sliding_window") if model_type == "mistral" else None
+    full["sliding_window"] = None
+    if model_type == "mistral" and config.get("sliding_window"):
+        full["sliding_window"] = _whole(where, config, "sliding_window")
     full["rope"] = _stated_rope(config)
     return full
 
@@ -156,11 +167,14 @@ def _unusual(
 ) -> list[str]:
     """Notes on what llama.cpp leaves out; BadCheckpoint for what it would compute otherwise."""
     rotary = full["rope"].get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    listed = config.get("layer_types") or []
+    kinds = {str(kind) for kind in (listed if isinstance(listed, list) else [listed])}
+    kinds -= {"full_attention"}
+    act = config.get("hidden_act", "silu")
     for problem, found in (
-        (f"hidden_act is {config.get('hidden_act')!r}", config.get("hidden_act", "silu") != "silu"),
-        (f"partial_rotary_factor is {rotary}", rotary not in (None, 1, 1.0)),
-        (f"layers are {', '.join(sorted(map(str, kinds)))}", kinds and model_type != "mistral"),
+        (f"hidden_act is {act!r:.40}", act != "silu"),
+        (f"partial_rotary_factor is {rotary!r:.40}", rotary not in (None, 1, 1.0)),
+        (f"layers are {', '.join(sorted(kinds)):.60}", kinds and model_type != "mistral"),
         ("use_sliding_window is true", config.get("use_sliding_window")),
         (
             f"head_dim is {full['head_dim']}",
@@ -207,24 +221,24 @@ def _rope(where: str, architecture: str, full: dict[str, Any]) -> tuple[Values, 
         keys["rope.scaling.factor"] = (f32, _number(where, rope, "factor"))
         if kind == "linear":
             return keys, None
-        original = int(_number(where, rope, "original_max_position_embeddings"))
+        original = _whole(where, rope, "original_max_position_embeddings")
         keys["rope.scaling.original_context_length"] = (GGUFValueType.UINT32, original)
         other = [key for key, usual in _DEFAULT_YARN.items() if rope.get(key, usual) != usual]
         if not other:
             return keys, None
         kind = f"yarn with {', '.join(f'{key} {rope[key]}' for key in other)}"
     raise BadCheckpoint(
-        where, f"rope type is {kind}, which is not written for {architecture}", _KEEP
+        where, f"rope type is {kind!s:.60}, which is not written for {architecture}", _KEEP
     )
 
 
 def _number(where: str, rope: dict[str, Any], key: str) -> float:
     value = rope.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise BadCheckpoint(
-            where, f"rope {key} is {value!r:.40}, wanted a number above 0", "check config.json"
-        )
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST:
+        return float(value)
+    raise BadCheckpoint(
+        where, f"rope {key} is {value!r:.40}, wanted a number above 0", "check config.json"
+    )
 
 
 def _account(

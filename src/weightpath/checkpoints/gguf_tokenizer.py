@@ -61,8 +61,8 @@ def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -
     Errors: BadCheckpoint for a tokenizer model or split that is not known here, or a vocabulary
     that does not add up.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    tokens = _listed(where, metadata, "tokens", str)
+    if not tokens:
         raise BadCheckpoint(
             where, "carries no tokenizer.ggml.tokens", "give a GGUF with its vocabulary"
         )
@@ -70,7 +70,7 @@ def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
         raise BadCheckpoint(
-            where, f"token {twice!r} is in the vocabulary twice", "convert it again"
+            where, f"token {twice!r:.40} is in the vocabulary twice", "convert it again"
         )
     model = metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
@@ -80,10 +80,10 @@ def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -
     else:
         raise BadCheckpoint(
             where,
-            f"tokenizer model is {model!r}; read here are gpt2 and llama",
+            f"tokenizer model is {model!r:.40}; read here are gpt2 and llama",
             "give the model's safetensors checkpoint",
         )
-    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    kinds = _listed(where, metadata, "token_type", int) or [1] * len(tokens)
     special = [t for t, kind in zip(tokens, kinds, strict=False) if kind in (UNKNOWN, CONTROL)]
     kept_whole = [t for t, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
@@ -98,7 +98,8 @@ def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -
         names["bos"]
     )
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and bool(names["eos"])
-    _add_ends(tokenizer, names["bos"] if add_bos else None, names["eos"] if add_eos else None)
+    ends = (names["bos"] if add_bos else None, names["eos"] if add_eos else None)
+    _add_ends(where, tokenizer, *ends)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{kind}_token": token for kind, token in names.items() if token is not None},
@@ -118,19 +119,19 @@ def tokenizer_files(where: str, metadata: dict[str, Any], context_length: int) -
 def _byte_level(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     """Byte-level BPE with the merges and the split that the file names."""
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _SPLIT_OF:
+    if not isinstance(pre, str) or pre not in _SPLIT_OF:
         raise BadCheckpoint(
             where,
-            f"tokenizer.ggml.pre is {pre!r}; known are {', '.join(sorted(_SPLIT_OF))}",
+            f"tokenizer.ggml.pre is {pre!r:.40}; known are {', '.join(sorted(_SPLIT_OF))}",
             "give the model's safetensors checkpoint",
         )
     merges = []
-    for line in metadata.get("tokenizer.ggml.merges") or ():
+    for line in _listed(where, metadata, "merges", str):
         cut = line.find(" ", 1)
         left, right = line[:cut], line[cut + 1 :]
         if cut < 0 or not {left, right, left + right} <= vocabulary.keys():
             raise BadCheckpoint(
-                where, f"merge {line!r} is not of tokens in the vocabulary", "convert it again"
+                where, f"merge {line!r:.40} is not of tokens in the vocabulary", "convert it again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(
@@ -159,8 +160,8 @@ def pre_tokenizer_of(split: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     """SentencePiece BPE: any two pieces whose join is a piece may merge, the best score first."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary):
+    scores = _listed(where, metadata, "scores", float)
+    if len(scores) != len(vocabulary):
         raise BadCheckpoint(
             where, "tokenizer.ggml.scores does not match its tokens", "convert it again"
         )
@@ -192,20 +193,42 @@ def _sentencepiece(where: str, metadata: dict[str, Any], vocabulary: dict[str, i
 
 
 def joins(vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Every two pieces whose join is a piece."""
+    """Every two pieces whose join is a piece. Work by pieces and lengths, not by their letters."""
+    lengths = sorted({len(piece) for piece in vocabulary})
+    held = set(lengths)
     return [
         (piece[:cut], piece[cut:])
         for piece in vocabulary
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
+        for cut in (range(1, len(piece)) if len(piece) <= len(lengths) else lengths)
+        if 0 < cut < len(piece)
+        and len(piece) - cut in held
+        and piece[:cut] in vocabulary
+        and piece[cut:] in vocabulary
     ]
 
 
-def _add_ends(tokenizer: Tokenizer, first: str | None, last: str | None) -> None:
+def _listed(where: str, metadata: dict[str, Any], key: str, kind: type) -> list[Any]:
+    """A list of the tokenizer's metadata, [] where there is none; BadCheckpoint if of other items."""
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    found = [] if found is None else found
+    if not isinstance(found, list) or not all(type(item) is kind for item in found):
+        raise BadCheckpoint(
+            where, f"tokenizer.ggml.{key} is no list of {kind.__name__}", "convert it again"
+        )
+    return found
+
+
+def _add_ends(where: str, tokenizer: Tokenizer, first: str | None, last: str | None) -> None:
     """Put a first or last token around every text, where the model was trained with it."""
     if first is None and last is None:
         return
     around = [token for token in (first, last) if token is not None]
+    for token in around:
+        if not token or token[0] == "$" or any(sign == ":" or sign.isspace() for sign in token):
+            raise BadCheckpoint(
+                where, f"puts token {token!r:.40} around a text, which no template has room for",
+                "convert it again",
+            )  # fmt: skip
     single = " ".join([*([first] if first else []), "$A", *([last] if last else [])])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
@@ -217,8 +240,8 @@ def _token(where: str, metadata: dict[str, Any], tokens: list[str], kind: str) -
     index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
     if index is None:
         return None
-    if not 0 <= index < len(tokens):
+    if type(index) is not int or not 0 <= index < len(tokens):
         raise BadCheckpoint(
-            where, f"{kind} token is {index} of {len(tokens)} tokens", "convert it again"
+            where, f"{kind} token is {index!r:.40} of {len(tokens)} tokens", "convert it again"
         )
     return tokens[index]

@@ -62,7 +62,7 @@ def vocabulary_metadata(
     if not isinstance(model, dict) or model.get("type") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
         raise BadCheckpoint(where, f"is a {kind!r:.40} tokenizer; BPE is written as GGUF", KEEP)
-    original = _tokenizer(where, path.read_text(encoding="utf-8"))
+    original = _tokenizer(where, _text(path))
     vocabulary, added = original.get_vocab(), stated.get("added_tokens") or []
     tokens = _tokens(where, vocabulary, vocab_size)
     if model.get("byte_fallback"):
@@ -72,9 +72,12 @@ def vocabulary_metadata(
     special = _special_ids(where, folder, settings, config, vocabulary, len(tokens))
     types = [NORMAL if token in vocabulary else UNUSED for token in tokens]
     for entry in added:
+        if vocabulary.get(entry["content"]) != entry["id"]:
+            found = f"{entry['content']!r:.40} as {entry['id']}"
+            raise BadCheckpoint(where, f"adds token {found}, which it does not get", AGAIN)
         types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
         if entry.get("lstrip") or entry.get("rstrip") or entry.get("single_word"):
-            notes.append(f"how {entry['content']!r} takes the text beside it is left out")
+            notes.append(f"how {entry['content']!r:.40} takes the text beside it is left out")
     if model.get("byte_fallback"):
         for byte in range(256):
             types[vocabulary[f"<0x{byte:02X}>"]] = BYTE
@@ -121,7 +124,9 @@ def _special_ids(
     for kind in _IDS:
         token = settings.get(f"{kind}_token") or mapped.get(f"{kind}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        index = _first(config.get(f"{kind}_token_id")) if token is None else vocabulary.get(token)
+        index = _first(config.get(f"{kind}_token_id"))
+        if token is not None:
+            index = vocabulary.get(token) if isinstance(token, str) else None
         if index is None and token is None:
             continue
         if index is None or not 0 <= index < size:
@@ -171,7 +176,8 @@ def _generation(
     settings = _optional(folder / "generation_config.json")
     stated = settings.get("eos_token_id", config.get("eos_token_id"))
     ids = stated if isinstance(stated, list) else [stated]
-    further = [i for i in dict.fromkeys(ids) if type(i) is int and 0 <= i < size and i != eos]
+    sound = (i for i in ids if type(i) is int and 0 <= i < size and i != eos)
+    further = list(dict.fromkeys(sound))
     values: Values = {}
     for kind, index in zip(("eot", "eom"), further, strict=False):
         values[f"tokenizer.ggml.{kind}_token_id"] = (_U32, index)
@@ -179,8 +185,12 @@ def _generation(
         notes.append(f"end tokens {further[2:]} are left out: GGUF has eos, eot and eom")
     for key, hf in SAMPLING.items():
         value = settings.get(hf)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if settings.get("do_sample") and number:
+        if not settings.get("do_sample") or isinstance(value, bool):
+            continue
+        if isinstance(value, int) or (isinstance(value, float) and key != "top_k"):
+            if not abs(value) < 1 << 31:
+                where = str(folder / "generation_config.json")
+                raise BadCheckpoint(where, f"{hf} is {value!r:.40}", AGAIN)
             kind = GGUFValueType.INT32 if key == "top_k" else GGUFValueType.FLOAT32
             values[f"general.sampling.{key}"] = (kind, value)
     return values
@@ -189,17 +199,21 @@ def _generation(
 def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Template by name; the file beside the tokenizer wins over tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    stated = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    stated = _text(path) if path.is_file() else settings.get("chat_template")
     if isinstance(stated, str):
-        return {"default": stated}
-    listed = stated if isinstance(stated, list) else []
-    return {
-        entry["name"]: entry["template"]
-        for entry in listed
-        if isinstance(entry, dict)
-        and isinstance(entry.get("template"), str)
-        and str(entry.get("name", "")).isidentifier()
-    }
+        found = {"default": stated}
+    else:
+        found = {
+            str(entry["name"]): entry["template"]
+            for entry in (stated if isinstance(stated, list) else [])
+            if isinstance(entry, dict)
+            and isinstance(entry.get("template"), str)
+            and str(entry.get("name", "")).isidentifier()
+        }
+    for template in found.values():
+        if any("\ud800" <= sign <= "\udfff" for sign in template):
+            raise BadCheckpoint(str(folder), "has a chat template that is no Unicode text", AGAIN)
+    return found
 
 
 def _prove(where: str, original: Tokenizer, values: Values, added: list[dict[str, Any]]) -> None:
@@ -232,6 +246,13 @@ def _tokenizer(where: str, text: str) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(str(path), f"is not UTF-8 (byte {error.start})", AGAIN) from None
 
 
 def _optional(path: Path) -> dict[str, Any]:

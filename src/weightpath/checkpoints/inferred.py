@@ -66,7 +66,14 @@ def _compressed(source: Source, own: dict[str, str]) -> Told | None:
     bits, rest = divmod(words[1] * 32, k)
     if rest or not 2 <= bits <= 8 or k % scales[1]:
         return None
+    if bits == 8 and not _fills_words(source.checkpoint.read(own["weight_packed"])):
+        return None  # padded words of four 7-bit codes are as many
     return "compressed-tensors", bits, k // scales[1], "weight_zero_point" not in own
+
+
+def _fills_words(words: torch.Tensor) -> bool:
+    """Whether any of the four highest bits of a word is set, which four 7-bit codes leave empty."""
+    return words.dtype == torch.int32 and bool((words >> 28 != 0).any())
 
 
 def _awq_or_gptq(source: Source, own: dict[str, str]) -> Told | None:

@@ -37,13 +37,19 @@ class LowBitCheckpoint:
     """A low-bit folder or GGUF file. parts: module -> suffix -> tensor; floats: all other tensors.
 
     format and how: its name, and by what it was recognised. settings: the quantization config as
-    found; nested: whether in a section of config.json.
+    found; nested: whether in a section of config.json; config_missing: whether config.json has none.
     """
 
     def __init__(
-        self, source: Checkpoint, opened: Opened, settings: dict[str, Any], nested: bool = False
+        self,
+        source: Checkpoint,
+        opened: Opened,
+        settings: dict[str, Any],
+        nested: bool = False,
+        config_missing: bool = False,
     ) -> None:
         self.source, self.settings, self.nested = source, settings, nested
+        self.config_missing = config_missing
         self.where, self.config = source.where, source.config
         self.format, self.how, self.notes = opened.format, opened.how, opened.notes
         self.parts = opened.parts
@@ -104,7 +110,8 @@ def open_low_bit(folder: Path) -> LowBitCheckpoint:
         raise BadCheckpoint(
             str(folder), "holds float weights", "quantize it first: weightpath quantize"
         )
-    return LowBitCheckpoint(checkpoint, detect(source), source.settings, source.nested)
+    missing = not source.in_config
+    return LowBitCheckpoint(checkpoint, detect(source), source.settings, source.nested, missing)
 
 
 def _open_gguf(path: Path) -> LowBitCheckpoint:

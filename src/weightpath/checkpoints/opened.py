@@ -67,7 +67,7 @@ class Opened:
 class Source:
     """What formats are recognised by. settings: the quantization config, {} where there is none,
     and `where` it was found; side_files: those of SIDE_FILES that are there; nested: whether
-    config.json holds the settings in a section such as text_config."""
+    config.json holds the settings in a section such as text_config; in_config: whether it does."""
 
     checkpoint: SafetensorsCheckpoint
     settings: dict[str, Any]
@@ -75,6 +75,7 @@ class Source:
     metadata: dict[str, str] = field(default_factory=dict)
     side_files: dict[str, dict[str, Any]] = field(default_factory=dict)
     nested: bool = False
+    in_config: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -94,12 +95,14 @@ def source_of(checkpoint: SafetensorsCheckpoint) -> Source:
     folder = folder if folder.is_dir() else folder.parent
     sides = {name: read_json(folder / name) for name in SIDE_FILES if (folder / name).is_file()}
     found, place = _in_config(checkpoint.config, "config.json")
-    if not found and sides:
+    in_config = bool(found)
+    if not in_config and sides:
         place = next(iter(sides))
         found = sides[place]
+    file, _, section = place.partition(": ")
+    where = str(folder / file) + (f": {section}" if section else "")
     return Source(
-        checkpoint, found, str(folder / place.split(":")[0]) + place.partition(":")[2],
-        checkpoint.metadata, sides, ":" in place,
+        checkpoint, found, where, checkpoint.metadata, sides, bool(section), in_config
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def command(
 
 def show_conversion(done: Converted) -> None:
     """Outcomes counted by what was done, the lossy ones by name, then the totals."""
-    stdout.print(f"{done.source_format} to {done.format}: {done.folder}")
+    stdout.print(f"{done.source_format} to {done.format}: {done.folder}", markup=False)
     rows = table("linears", "from", "to", "", "how")
     rows.columns[-1].justify = "left"
     counts = Counter((i.source, i.target, i.exact, _kind(i)) for i in done.linears)

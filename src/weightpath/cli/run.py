@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.markup import escape
 
 from weightpath.cli.show import emit_json, progress_bar, stderr
 from weightpath.errors import BadRequest
@@ -52,6 +53,8 @@ def command(
     tokenizer = load_tokenizer(Path(folder))
     with progress_bar() as progress:
         model = load(folder, device, activation_bits=activation_bits, progress=progress)
+    for note in model.weightpath.notes:  # type: ignore[union-attr]
+        stderr.print(f"[dim]note: {escape(note)}[/dim]")
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     options: dict[str, Any] = {
         "max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,

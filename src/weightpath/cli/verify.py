@@ -59,6 +59,8 @@ def command(
 def show_verification(result: Verification) -> None:
     """The figures with 95% intervals, beside the reference's own noise."""
     fidelity, floor, greedy = result.fidelity, result.noise_floor, result.greedy
+    for note in result.notes:
+        stdout.print(f"note: {note}", markup=False)
     stdout.print(f"{result.text}; {fidelity.tokens:,} tokens, arithmetic in {result.compute}, "
                  f"{result.activation_bits}-bit activations")  # fmt: skip
     rows = table("against its own bf16", "value (95% interval)", "noise floor")

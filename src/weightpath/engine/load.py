@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from weightpath.checkpoints.audit import audit_files, audit_qweight, summarise
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.read_linear import ReadLinear
@@ -121,10 +122,13 @@ def load(
     tied = tied_copy(model, checkpoint.source)
     total = len(checkpoint.parts)
     run_as_floats: dict[str, tuple[str, str]] = {}
+    findings = list(audit_files(Path(checkpoint.where)))
     for done, name in enumerate(checkpoint.parts, 1):
         if name not in tables:
             bias = _bias(checkpoint, name, linears[name], floats, dtype)
             read = _read(checkpoint, name, linears[name])
+            if read.qweight is not None:
+                findings.extend(audit_qweight(name, read.qweight, read.column_scales))
             built = module_of(name, read, bias, dtype)
             if built.why_float:
                 scheme = "float" if read.qweight is None else read.qweight.scheme.name
@@ -143,8 +147,10 @@ def load(
     _ready(model, checkpoint.where, device)
     set_activation_bits(model, bits)
     set_backend(model, backend)
+    warned = [finding for finding in findings if finding.severity != "note"]
+    notes = (*checkpoint.notes, *summarise(warned, linears=total))
     model.weightpath = LowBitModel(  # type: ignore[assignment]
-        checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, checkpoint.notes,
+        checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
         run_as_floats, left_out,
     )  # fmt: skip
     return model

@@ -9,13 +9,15 @@ initialiser, and refuses a model in which anything is still without a value.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from weightpath.errors import BadCheckpoint, BadTensor
 
@@ -47,6 +49,17 @@ def build(
         raise BadCheckpoint(where, f"config.json makes no {name or kind} model ({type(error).__name__}: {said})",
                             "mend its values, or upgrade transformers if the model is newer") from error  # fmt: skip
     return model.eval()
+
+
+def renamed(model: PreTrainedModel) -> Callable[[str], str]:
+    """A checkpoint's tensor name as the model spells it: transformers renames some when it loads.
+
+    Renamings only; experts that it fuses keep their names. From transformers' own table
+    (conversion_mapping, 5.0 and newer).
+    """
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [])[0]
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:

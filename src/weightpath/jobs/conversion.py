@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from weightpath.checkpoints.audit import Finding, audit_qweight, summarise
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint
 from weightpath.checkpoints.opened import Outline
+from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.engine.load import model_dtype
 from weightpath.engine.skeleton import recomputed
 from weightpath.errors import BadRequest, BadTensor
+from weightpath.jobs.findings import name_findings, require_sound
 from weightpath.jobs.folds import Folds, plan_folds
 from weightpath.jobs.scale_folds import fold_scales
 from weightpath.jobs.targets import Choice
@@ -71,6 +74,23 @@ class Work:
     choices: dict[str, Choice]
     float_dtype: torch.dtype
     left_out: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def read(self, module: str) -> ReadLinear:
+        """A linear, audited, with its folds applied. BadCheckpoint where its values are unsound."""
+        read = self.low.read_linear(module)
+        found = (
+            [] if read.qweight is None else audit_qweight(module, read.qweight, read.column_scales)
+        )
+        require_sound(found, self.low.where)
+        self.findings.extend(finding for finding in found if finding.severity == "warning")
+        return self.folds.apply(module, read)
+
+    def notes(self) -> tuple[str, ...]:
+        """What opening and auditing the source showed, and what is left out."""
+        said = [f"{name}: left out, it is computed from the config" for name in self.left_out]
+        audited = summarise(self.findings, linears=len(self.choices))
+        return (*self.low.notes, *audited, *said)
 
     def float_info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape in which a float tensor is written: its own, 16 bits from GGUF blocks."""
@@ -84,7 +104,10 @@ def prepare(
     choose: Callable[[Mapping[str, Outline]], dict[str, Choice]],
     keeps_order: bool,
 ) -> Work:
-    """Outlines of all linears, the folds of their orders, and the target's choices."""
+    """Outlines of all linears, the folds of their orders, and the target's choices.
+
+    BadTensor, BadCheckpoint for tensors that do not add up, by themselves or with config.json.
+    """
     outlines = dict(low.linears)
     for module in outlines:
         if f"{module}.weight" in low.floats:
@@ -95,7 +118,10 @@ def prepare(
     if not keeps_order:
         folds = plan_folds(outlines, low.floats, low.config, low.read_qweight)
     fold_scales(folds, low)
+    found = name_findings(low, outlines)
+    require_sound(found, low.where)
     work = Work(low, folds, choose(folds.outlines), _float_dtype(low))
+    work.findings = [finding for finding in found if finding.severity == "warning"]
     work.left_out = [name for name in low.floats if recomputed(name)]
     return work
 

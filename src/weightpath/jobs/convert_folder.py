@@ -93,7 +93,7 @@ def linear_note(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """One linear's tensors in the target format, and what was done."""
     choice, outline = work.choices[module], work.low.linears[module]
-    read = work.folds.apply(module, work.low.read_linear(module))
+    read = work.read(module)
     was = "floats" if outline.scheme is None else outline.scheme.name
     if choice.scheme is None:
         weight = read.weight()
@@ -286,9 +286,8 @@ def _converted(
             served.append(note["served"])
     largest = max((found[0] for found in served), default=0.0)
     mean = sum(found[1] for found in served) / max(sum(found[2] for found in served), 1)
-    said = [f"{name}: left out, it is computed from the config" for name in work.left_out]
     return Converted(
         Path(folder), work.low.format, to, tuple(linears), tuple(floats),
-        len(notes) - len(linears) - len(floats), (*work.low.notes, *said), resumed,
+        len(notes) - len(linears) - len(floats), work.notes(), resumed,
         (largest, mean) if largest else None,
     )  # fmt: skip

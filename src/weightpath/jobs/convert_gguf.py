@@ -93,7 +93,7 @@ def _write(
             floats.append(_float(name, stored))
     copied = len(written.tensors) - len(linears) - len(floats)
     return Converted(file, low.format, GGUF, tuple(linears), tuple(floats), copied,
-                     (*low.notes, *written.notes))  # fmt: skip
+                     (*work.notes(), *written.notes))  # fmt: skip
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def _weight(work: Work, module: str, fitted: dict[str, _Steps]) -> Weight:
     choice = work.choices[module]
 
     def read() -> QWeight | Tensor:
-        found = work.folds.apply(module, work.low.read_linear(module))
+        found = work.read(module)
         if choice.scheme is None:
             return found.weight()
         kept = found.qweight

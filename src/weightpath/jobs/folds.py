@@ -115,7 +115,7 @@ def plan_folds(
 ) -> Folds:
     """Which orders can be folded. read: a linear's integers, asked only for ordered ones.
 
-    floats: names of the tensors that are part of no linear. A feeding layer may be low-bit or float.
+    floats: tensors that are part of no linear, with their shapes. A feeding layer may be low-bit or float.
     """
     folds = Folds(dict(outlines))
     section = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
@@ -149,6 +149,8 @@ def plan_folds(
             if leaf == "down_proj"
             else _fold_o_proj(g_idx, size, section)
         )
+        if not isinstance(fold, str):
+            fold = _fitting(fold, names, outlines, floats)
         if isinstance(fold, str):
             folds.why_not[module] = fold
             continue
@@ -157,6 +159,20 @@ def plan_folds(
         scheme = replace(outline.scheme, group_size=fold.group_size)
         folds.outlines[module] = replace(outline, scheme=scheme, ordered=False)
     return folds
+
+
+def _fitting(
+    fold: column_order.Fold,
+    feeding: list[str],
+    outlines: Mapping[str, Outline],
+    floats: Mapping[str, Any],
+) -> column_order.Fold | str:
+    """The fold, if the layers that feed it have as many rows as it orders; else why not."""
+    for name in feeding:
+        shape = outlines[name].shape if name in outlines else floats[f"{name}.weight"].shape
+        if shape[0] != fold.rows.numel():
+            return f"{name} has {shape[0]} rows, the fold would order {fold.rows.numel()}"
+    return fold
 
 
 def _fold_o_proj(g_idx: Tensor, size: int, config: Mapping[str, Any]) -> column_order.Fold | str:

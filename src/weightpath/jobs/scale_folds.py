@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weightpath.checkpoints.low_bit import LowBitCheckpoint
-from weightpath.jobs.folds import FOLDABLE, Folds
+from weightpath.jobs.folds import DECODER_BLOCK, FOLDABLE, Folds
 
 _NORMS = {
     "q_proj": "input_layernorm", "k_proj": "input_layernorm", "v_proj": "input_layernorm",
@@ -50,7 +50,9 @@ def fold_scales(folds: Folds, low: LowBitCheckpoint) -> None:
     for module in scaled:
         own, leaf = scales[module], module.rpartition(".")[2]
         assert own is not None  # its outline says so
-        if leaf in _NORMS:
+        if not DECODER_BLOCK.fullmatch(module.rpartition(".")[0]):
+            why = "it is in no block of the language model"
+        elif leaf in _NORMS:
             why = _into_norm(folds, low, scales, module)
         elif leaf in _FEEDS:
             why = _into_rows(folds, low, own, module, config)
@@ -72,13 +74,13 @@ def _into_norm(
     name = f"{layer}.{norm}.weight"
     siblings = [f"{layer}.{sibling}" for sibling in _SIBLINGS[norm]]
     own = scales[module]
-    if name not in low.floats:
-        return f"{name} is not there to take its activation scales"
+    if name not in low.floats or own is None or low.floats[name].shape != tuple(own.shape):
+        return f"{name} is not there, in its size, to take its activation scales"
     for sibling in siblings:
         other = scales.get(sibling)
-        if own is None or other is None or not torch.equal(own, other):
+        if other is None or not torch.equal(own, other):
             return f"{sibling} reads the same norm and has other activation scales"
-    folds.norms[name] = own  # type: ignore[assignment]  # none is None here
+    folds.norms[name] = own
     return ""
 
 
@@ -104,5 +106,9 @@ def _into_rows(
         if not bool((shared == shared[:, :1]).all()):
             return "its activation scales differ between query heads of a key/value head"
         rows = shared[:, 0].reshape(-1)
+    packed = feeding in folds.outlines
+    shape = folds.outlines[feeding].shape if packed else low.floats[f"{feeding}.weight"].shape
+    if shape[0] != rows.shape[0]:
+        return f"{feeding} has {shape[0]} rows, {rows.shape[0]} scales would go there"
     folds.row_scales[feeding] = rows
     return ""

@@ -163,8 +163,11 @@ def _integers(
     scheme = outline.scheme.with_activations(16)
     if outline.scaled:
         return _tiling(scheme, k), True, "its activations are scaled by column"
-    if outline.ordered and not (ordered_ok and scheme.divides(k)):
+    if outline.ordered and not ordered_ok:
         return _tiling(scheme, k), True, "its column order (g_idx) has no place in the file"
+    if not scheme.divides(k):
+        why = f"its groups of {scheme.group_size} do not tile {k} columns"
+        return _tiling(scheme, k), True, why
     if outline.minimums and not minimums_ok:
         return scheme, False, "its minimums are not whole zero points"
     return scheme, False, ""

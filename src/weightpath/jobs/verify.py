@@ -47,7 +47,8 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was lost, on which text, in which arithmetic, beside the reference's own noise."""
+    """What was lost, on which text, in which arithmetic, beside the reference's own noise; notes:
+    what opening and auditing the low-bit weights showed."""
 
     text: str
     compute: str
@@ -55,6 +56,7 @@ class Verification:
     fidelity: FidelitySummary
     noise_floor: FidelitySummary
     greedy: GreedyResult
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -65,6 +67,7 @@ class Verification:
             "fidelity": self.fidelity.to_dict(),
             "noise_floor": self.noise_floor.to_dict(),
             "greedy": self.greedy.to_dict(),
+            "notes": list(self.notes),
         }
 
 
@@ -121,6 +124,7 @@ def verify_models(
         fidelity=summarize(scores),
         noise_floor=summarize(floor),
         greedy=greedy,
+        notes=model.weightpath.notes,
     )
 
 

@@ -211,14 +211,20 @@ def _shaped(
     return plain.view(torch.int32) if plain.dtype == torch.uint32 else plain
 
 
-def _require_shape(name: str, out_features: int, in_features: int, group_size: int) -> None:
-    """BadTensor for what the layout cannot hold."""
+def layout_refuses(out_features: int, in_features: int, group_size: int) -> tuple[str, str] | None:
+    """What the layout cannot hold about a linear [N, K] in groups, and the mend; None if it can."""
     refusal = _refuses_groups(in_features, group_size)
     if refusal is None and (out_features < 8 or out_features % 8):
         refusal = (
             f"out_features {out_features} is not a multiple of 8",
             "choose another kernel for this linear",
         )
+    return refusal
+
+
+def _require_shape(name: str, out_features: int, in_features: int, group_size: int) -> None:
+    """BadTensor for what the layout cannot hold."""
+    refusal = layout_refuses(out_features, in_features, group_size)
     if refusal is not None:
         raise BadTensor(name, f"AWQ kernel layout: {refusal[0]}", refusal[1])
 

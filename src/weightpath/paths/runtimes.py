@@ -2,10 +2,15 @@
 
 A runtime bounds the choice of a path: `loads` says yes (None) or one sentence that names what is
 missing and the version it was read from. A file that a runtime opens but runs with other
-activations than the scheme asks for counts as not loaded: the choice must mean what it says.
+activations than the scheme asks for counts as not loaded: the choice must mean what it says. One
+exception: llama.cpp picks the bits of activations by backend and offers no choice, so either is
+taken there, and `computes` says it.
+
+`quantize` writes compressed-tensors. llama.cpp opens GGUF, which `weightpath convert` makes of it,
+so its row is what GGUF's blocks hold of the codes that `quantize` writes.
 
 Read: vLLM 0.32.0 (CPU wheels for x86-64 and aarch64: Python source, and the operators that each
-compiled extension holds), transformers 5.24 with compressed-tensors 0.20, llama.cpp (GGUF only).
+compiled extension holds), transformers 5.24 with compressed-tensors 0.20, gguf-py 0.19 (blocks).
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ class Accepts:
     asymmetric_bits: tuple[int, ...] = ()
     group_sizes: tuple[int, ...] | None = None  # None: any
     group_multiple: int = 1
+    in_multiple: int = 1  # of in_features
+    out_multiple: int = 1  # of out_features
     grouped_bits: tuple[int, ...] | None = None  # bits that may come in groups; None: all of them
     float_flag: str = ""  # a flag that the runtime needs for anything at all
     cpu_flag: str = ""  # a flag that its low-bit kernel was compiled for
@@ -72,7 +79,9 @@ RUNTIMES = (
         "llama.cpp",
         "gguf-py 0.19",
         "GGUF",
-        "llama.cpp reads GGUF, which weightpath reads and cannot write yet",
+        "llama.cpp opens GGUF: run `weightpath convert DIR --to gguf -o FILE.gguf` on what "
+        "quantize writes; it keeps the codes, rounds scales (and minimums, where asymmetric) to "
+        "fp16, and llama.cpp multiplies them by 8-bit or 16-bit activations as its backend does",
     ),
 )
 
@@ -99,6 +108,15 @@ _DECOMPRESS = Accepts(
     no_int8_head="it garbles an int8 head beside 4-bit linears where it dequantizes at load",
 )
 
+_BLOCKS = Accepts(  # checkpoints/gguf_blocks.py: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, a scale a 32
+    bits=tuple(range(2, 9)),
+    asymmetric_bits=(2, 3, 4, 5),
+    group_multiple=32,
+    in_multiple=32,
+    int8_activations="always",
+    kernel="llama.cpp in GGUF's blocks of 32",
+)
+
 ACCEPTS: dict[tuple[str, str], Accepts] = {
     ("weightpath", "x86_cpu"): _TORCH,
     ("weightpath", "arm64_cpu"): _TORCH,
@@ -113,6 +131,8 @@ ACCEPTS: dict[tuple[str, str], Accepts] = {
         bits=(4,),
         asymmetric_bits=(4,),
         group_multiple=2,
+        in_multiple=32,
+        out_multiple=32,
         float_flag="avx2",
         cpu_flag="avx512f",
         int8_activations="amx",
@@ -129,9 +149,13 @@ ACCEPTS: dict[tuple[str, str], Accepts] = {
     ("transformers", "arm64_cpu"): _DECOMPRESS,
     ("transformers", "cuda_discrete"): _DECOMPRESS,
     ("transformers", "jetson"): _DECOMPRESS,
+    ("llama.cpp", "x86_cpu"): _BLOCKS,
+    ("llama.cpp", "arm64_cpu"): _BLOCKS,
+    ("llama.cpp", "cuda_discrete"): _BLOCKS,
+    ("llama.cpp", "jetson"): _BLOCKS,
 }
 
-_OTHER_CPU = {"weightpath": _TORCH, "transformers": _DECOMPRESS}
+_OTHER_CPU = {"weightpath": _TORCH, "transformers": _DECOMPRESS, "llama.cpp": _BLOCKS}
 
 
 def find_runtime(name: str) -> Runtime:
@@ -149,15 +173,15 @@ def loads(
     role: str,
     profile: HardwareProfile,
     in_features: int | None = None,
+    out_features: int | None = None,
 ) -> str | None:
     """None if `runtime` loads such a weight on this device, else the sentence why not.
 
     scheme: None stands for the model's own dtype. role: "linear" or "head" (the output
-    projection). in_features: K, where it is known. Raises BadRequest for an unknown runtime.
+    projection). in_features, out_features: K and N, where they are known. For llama.cpp: whether
+    the GGUF that `weightpath convert` makes holds it. Raises BadRequest for an unknown runtime.
     """
     facts = find_runtime(runtime)
-    if facts.file_format == "GGUF":
-        return f"{facts.name} reads GGUF files only, and weightpath cannot write GGUF yet"
     if facts.hosts and profile.host_os not in facts.hosts:
         return f"{facts.read_from} does not run on {profile.host_os}"
     device = hardware_class(profile)
@@ -180,25 +204,37 @@ def loads(
     )
     if role != "linear" and stored == "int8" and accepts.no_int8_head:
         return f"{accepts.kernel}: {accepts.no_int8_head}"
-    return _refusal(accepts, scheme, what, profile, in_features)
+    if accepts.cpu_flag and accepts.cpu_flag not in profile.cpu_flags:
+        return f"{accepts.kernel} for packed weights needs {accepts.cpu_flag}, which this CPU lacks"
+    if (profile.gpu_capability or (0, 0)) < accepts.capability:
+        return (
+            f"{accepts.kernel} needs compute capability {_dotted(accepts.capability)}, this GPU "
+            f"has {_dotted(profile.gpu_capability) if profile.gpu_capability else 'an unknown one'}"
+        )
+    if reason := refuses(accepts, scheme, what, in_features, out_features):
+        return reason
+    if scheme.activation_bits == 8 and not (
+        accepts.int8_activations == "always"
+        or (accepts.int8_activations == "amx" and has_amx(profile))
+    ):
+        where = " without AMX tiles" if accepts.int8_activations == "amx" else ""
+        runs = f"{accepts.kernel} runs 4-bit weights with 16-bit activations{where}"
+        return f"{runs}, not with int8 ones"
+    return None
 
 
-def _refusal(
+def refuses(
     accepts: Accepts,
     scheme: Scheme,
     what: str,
-    profile: HardwareProfile,
-    in_features: int | None,
+    in_features: int | None = None,
+    out_features: int | None = None,
 ) -> str | None:
-    """The first limit of `accepts` that the scheme breaks, as a sentence, or None."""
+    """The first limit on weights that a scheme and shape break, as a sentence, or None.
+
+    what: how the sentence names the weight ("a w4g48 head"). Limits of the device are not asked.
+    """
     kernel, group = accepts.kernel, scheme.group_size
-    if accepts.cpu_flag and accepts.cpu_flag not in profile.cpu_flags:
-        return f"{kernel} for packed weights needs {accepts.cpu_flag}, which this CPU lacks"
-    if (profile.gpu_capability or (0, 0)) < accepts.capability:
-        return (
-            f"{kernel} needs compute capability {_dotted(accepts.capability)}, this GPU has "
-            f"{_dotted(profile.gpu_capability) if profile.gpu_capability else 'an unknown one'}"
-        )
     if not accepts.bits:
         return f"{kernel} cannot load {what}: {accepts.because}"
     if scheme.bits not in accepts.bits:
@@ -215,14 +251,12 @@ def _refusal(
     if accepts.group_sizes is not None and group not in accepts.group_sizes:
         sizes = ", ".join(str(size) for size in accepts.group_sizes if size != PER_CHANNEL)
         return f"{kernel} takes groups of {sizes} or whole rows, not {group}"
-    if accepts.cpu_flag and in_features is not None and in_features % 32:
-        return f"{kernel} takes in_features that are a multiple of 32, not {in_features}"
-    if scheme.activation_bits == 8 and not (
-        accepts.int8_activations == "always"
-        or (accepts.int8_activations == "amx" and has_amx(profile))
+    for side, size, multiple in (
+        ("in_features", in_features, accepts.in_multiple),
+        ("out_features", out_features, accepts.out_multiple),
     ):
-        where = " without AMX tiles" if accepts.int8_activations == "amx" else ""
-        return f"{kernel} runs 4-bit weights with 16-bit activations{where}, not with int8 ones"
+        if size is not None and size % multiple:
+            return f"{kernel} takes {side} that are a multiple of {multiple}, not {size}"
     return None
 
 

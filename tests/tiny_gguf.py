@@ -3,12 +3,14 @@ on its own: every q and k head [2, d/2] is turned to [d/2, 2]."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -175,3 +177,32 @@ def byte_level(pre: str = "smollm", **more: Any) -> dict[str, Any]:
         "add_pad_token_id": 0,
         **more,
     }
+
+
+def make_tokenizer(pre: pre_tokenizers.PreTokenizer | None = None, **options: Any) -> Tokenizer:
+    """A byte-level BPE as SmolLM2's, with two special tokens and one kept whole."""
+    tokens = vocabulary()[:-1]
+    pairs = [(line.split(" ")[0], line.split(" ")[1]) for line in MERGES]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=pairs, **options)
+    )
+    tokenizer.pre_tokenizer = pre or pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in tokens[:2]])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    return tokenizer
+
+
+def make_folder(folder: Path, tokenizer: Tokenizer | None = None, **settings_: Any) -> Path:
+    """A tokenizer's files; settings_ go into tokenizer_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (tokenizer or make_tokenizer()).save(str(folder / "tokenizer.json"))
+    stated = {"bos_token": "<|start|>", "eos_token": "<|end|>", "pad_token": "<|end|>"} | settings_
+    stated = {key: value for key, value in stated.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    return folder
