@@ -86,18 +86,20 @@ def convert(
     folder: str | Path,
     exact_only: bool = False,
     overwrite: bool = False,
+    group_size: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Converted:
     """Write a low-bit checkpoint in another format, and say per tensor what that keeps.
 
     source: a folder, a GGUF file or a hub id. to: compressed-tensors, awq, gptq, gptq_v2, int8 or
-    gguf. exact_only refuses where any weight would change. A killed run resumes.
+    gguf. exact_only refuses where any weight would change. group_size cuts groups into this size,
+    which is exact. A killed run resumes.
     """
     from weightpath.jobs.convert import convert as run
 
     return run(
         str(source), to, Path(folder),
-        exact_only=exact_only, overwrite=overwrite, progress=progress,
+        exact_only=exact_only, overwrite=overwrite, group_size=group_size, progress=progress,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def test_a_group_that_straddles_shards_is_cut_exactly_into_one_that_does_not():
     found = split(MLP + "down_proj", Scheme(4, 64), (128, 192), 2)
     assert found.parallel == "row"
     assert found.problem == "a group of 64 straddles shards of 192 / 2 = 96 columns"
-    assert "cut its groups of 64 into 32, which is exact" in found.mend
+    assert "--group-size 32, which cuts its groups of 64 exactly" in found.mend
     assert "repeated 2 times" in found.mend
     assert "pad intermediate_size from 192 to 256" in found.mend
     assert "use tp 1" in found.mend
@@ -40,7 +40,7 @@ def test_a_shard_that_no_group_tiles_goes_per_channel():
 
 def test_the_largest_smaller_group_and_the_largest_other_tp_are_named():
     found = split(MLP + "down_proj", Scheme(4, 128), (128, 1536), 8)
-    assert "groups of 128 into 64" in found.mend
+    assert "--group-size 64, which cuts its groups of 128" in found.mend
     assert "use tp 4" in found.mend
     again = split(MLP + "down_proj", Scheme(4, 96), (128, 192), 3)
     assert again.mend.startswith("quantize it again in groups of 64")
@@ -162,8 +162,8 @@ def test_every_problem_has_a_mend_and_a_named_tp_or_group_does_split(
         if way.startswith("use tp "):
             other = int(way.removeprefix("use tp "))
             assert not split(MLP + leaf, scheme, (n, k), other, form).problem
-        if way.startswith("cut its groups"):
-            size = int(way.split(" into ")[1].split(",")[0])
+        if "--group-size" in way:
+            size = int(way.split("--group-size ")[1].split(",")[0])
             again = split(MLP + leaf, Scheme(bits, size, symmetric), (n, k), tp, form)
             assert "straddles" not in again.problem
         if way.startswith("pad intermediate_size"):

@@ -32,6 +32,9 @@ def command(
     exact_only: bool = typer.Option(
         False, "--exact-only", help="Refuse where any weight would change."
     ),
+    group_size: int = typer.Option(
+        None, help="Cut groups into this size (exact), for tensor parallelism."
+    ),
     overwrite: bool = typer.Option(
         False, "--overwrite", help="Replace DIR, and any unfinished run beside it."
     ),
@@ -42,8 +45,9 @@ def command(
 
     with progress_bar() as progress:
         done = convert(
-            source, to, Path(output), exact_only=exact_only, overwrite=overwrite, progress=progress
-        )
+            source, to, Path(output), exact_only=exact_only, overwrite=overwrite,
+            group_size=group_size, progress=progress,
+        )  # fmt: skip
     if json:
         emit_json(done.to_dict())
     else:

@@ -20,7 +20,7 @@ from weightpath.errors import BadRequest, BadTensor
 from weightpath.jobs.findings import name_findings, require_sound
 from weightpath.jobs.folds import Folds, plan_folds
 from weightpath.jobs.scale_folds import fold_scales
-from weightpath.jobs.targets import Choice
+from weightpath.jobs.targets import Choice, cut_groups
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def prepare(
     low: LowBitCheckpoint,
     choose: Callable[[Mapping[str, Outline]], dict[str, Choice]],
     keeps_order: bool,
+    group_size: int | None = None,
 ) -> Work:
     """Outlines of all linears, the folds of their orders, and the target's choices.
 
@@ -120,7 +121,10 @@ def prepare(
     fold_scales(folds, low)
     found = name_findings(low, outlines)
     require_sound(found, low.where)
-    work = Work(low, folds, choose(folds.outlines), _float_dtype(low))
+    choices = choose(folds.outlines)
+    if group_size is not None:
+        choices = cut_groups(choices, folds.outlines, group_size)
+    work = Work(low, folds, choices, _float_dtype(low))
     work.findings = [finding for finding in found if finding.severity == "warning"]
     work.left_out = [name for name in low.floats if recomputed(name)]
     return work

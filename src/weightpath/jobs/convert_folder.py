@@ -50,11 +50,12 @@ def convert_to_folder(
     exact_only: bool,
     overwrite: bool,
     progress: Progress,
+    group_size: int | None = None,
 ) -> Converted:
     """Write the low-bit checkpoint at `path` (SOURCE as the user named it) in a target's format."""
     low = open_low_bit(path)
     refuse_loss(low.source, folder)
-    work = prepare(low, target.choose, target.keeps_order)
+    work = prepare(low, target.choose, target.keeps_order, group_size)
     if exact_only:
         refuse_known_losses(work)
     units = _units(work, target)
@@ -69,7 +70,7 @@ def convert_to_folder(
     settings = target.config(schemes, _ignored(work), ordered)
     job = {
         "convert": low.source.fingerprint, "settings": low.settings, "to": target.name,
-        "version": __version__, "exact_only": exact_only,
+        "version": __version__, "exact_only": exact_only, "group_size": group_size,
     }  # fmt: skip
     with CheckpointWriter(folder, list(units), job, overwrite) as writer:
         resumed = len(writer.finished)

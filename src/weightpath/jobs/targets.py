@@ -71,6 +71,29 @@ def find_target(name: str) -> Target | None:
     raise BadRequest(f"format '{name}': not written; use one of {known}")
 
 
+def cut_groups(
+    choices: Mapping[str, Choice], outlines: Mapping[str, Outline], size: int
+) -> dict[str, Choice]:
+    """The choices with groups of `size` columns, which repeats scales and keeps every weight.
+
+    BadRequest, naming the linear, where its groups are no multiple of it.
+    """
+    cut: dict[str, Choice] = {}
+    for name, choice in choices.items():
+        k = outlines[name].shape[1]
+        if choice.scheme is None:
+            cut[name] = choice
+            continue
+        old = k if choice.scheme.group_size == PER_CHANNEL else choice.scheme.group_size
+        if size < 1 or old % size:
+            raise BadRequest(
+                f"group size {size}: {name} has groups of {old}, which cannot be cut to it; give a "
+                "divisor, or quantize the float model again"
+            )
+        cut[name] = replace(choice, scheme=replace(choice.scheme, group_size=size))
+    return cut
+
+
 def choose_gguf(outlines: Mapping[str, Outline]) -> dict[str, Choice]:
     """What a GGUF file makes of linears: blocks that hold their integers, else floats."""
     choices = {}

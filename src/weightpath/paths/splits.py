@@ -173,8 +173,8 @@ def _smaller_group(scheme: Scheme, shard: int) -> list[str]:
         if smaller < size and shard % smaller == 0:
             if size % smaller == 0:
                 return [
-                    f"cut its groups of {size} into {smaller}, which is exact: every scale (and "
-                    f"zero point) is repeated {size // smaller} times"
+                    f"{COMPRESSED} --group-size {smaller}, which cuts its groups of {size} exactly: "
+                    f"every scale (and zero point) is repeated {size // smaller} times"
                 ]
             return [f"quantize it again in groups of {smaller}"]
     return ["quantize it again per output channel"]
