@@ -7,7 +7,7 @@ PEER_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check interop bench clean
+.PHONY: run test check interop fuzz bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -26,9 +26,14 @@ interop: $(VENV)/.installed
 	GOMP_SPINCOUNT=10000 WEIGHTPATH_INTEROP_VENV=$(PEER_VENV) \
 		$(BIN)/python -m pytest -m interop tests/interop --durations=5
 
+# Mutated checkpoints of every format; anything but success or one line of ours is a failure.
+fuzz: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/soak.py --cases $(or $(CASES),10000)
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/fidelity_table.py
 	$(BIN)/python benchmarks/quantize_cost.py
+	$(BIN)/python benchmarks/convert_speed.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"
