@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-PEER_VENV ?= .venv-vllm
+PEERS ?= .
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
@@ -20,10 +20,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-# The peer is installed in an environment of its own (1.8 GB), reused while its pins are the same.
+# Peers are installed in environments of their own, .venv-vllm, .venv-llama and .venv-writers under
+# PEERS (3.4 GB), reused while their pins are the same.
 interop: $(VENV)/.installed
-	$(BIN)/python tests/interop/install_peer.py $(PEER_VENV)
-	GOMP_SPINCOUNT=10000 WEIGHTPATH_INTEROP_VENV=$(PEER_VENV) \
+	$(BIN)/python tests/interop/install_peer.py --under $(PEERS) vllm llama writers
+	GOMP_SPINCOUNT=10000 WEIGHTPATH_INTEROP_VENVS=$(PEERS) \
 		$(BIN)/python -m pytest -m interop tests/interop --durations=5
 
 # Mutated checkpoints of every format; anything but success or one line of ours is a failure.

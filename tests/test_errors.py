@@ -36,3 +36,11 @@ def test_a_bad_checkpoint_names_the_place() -> None:
     error = errors.BadCheckpoint("folder", "is empty", "give another")
     assert str(error) == "folder: is empty; give another"
     assert error.where == "folder"
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\x1b[2J", "nul\0", "half\ud800", "x" * 200_000])
+def test_what_a_file_calls_itself_cannot_spoil_a_message(name: str) -> None:
+    said = str(errors.BadTensor(name, "has 3 rows, wanted 4", "fetch it again"))
+    assert said.isprintable()
+    assert len(said) <= errors.LONGEST
+    assert said.endswith("has 3 rows, wanted 4; fetch it again")

@@ -6,11 +6,17 @@ found and wanted, and ends with the mend. The command line prints it and exits w
 
 from __future__ import annotations
 
+LONGEST = 1000
+"""Characters of a message. Names come from files, which may hold anything."""
+
 
 class WeightpathError(Exception):
     """Base of the family. `exit_code` is what the command line returns."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, LONGEST))
 
 
 class BadTensor(WeightpathError):
@@ -39,3 +45,14 @@ class BadRequest(WeightpathError):
 
 class CannotRun(WeightpathError):
     """A kernel or backend was asked for by name where it cannot run; says why not."""
+
+
+def printable(text: str, longest: int) -> str:
+    """A text as one printable line, cut in the middle where it is longer."""
+    if len(text) > 4 * longest:
+        text = text[: 2 * longest] + text[-2 * longest :]
+    plain = "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+    if len(plain) <= longest:
+        return plain
+    half = (longest - 3) // 2
+    return f"{plain[:half]}...{plain[-half:]}"

@@ -439,9 +439,10 @@ def weights(**changes: Any) -> dict[str, Any]:
         ({"config_groups": {"group_0": {"targets": ["Linear"], "weights": [4]}}}, "list"),
         ({"config_groups": {"group_0": group(4) | {"targets": "Linear"}}}, "'Linear'"),
         ({"config_groups": {"group_0": group(4) | {"targets": [None]}}}, "None"),
-        ({"config_groups": {"group_0": group(4, "re:(")}}, "'re:('"),
+        ({"config_groups": {"group_0": group(4, "re:(")}}, "rule '('"),
         ({"ignore": "lm_head"}, "'lm_head'"),
-        ({"ignore": ["re:[a"]}, "'re:[a'"),
+        ({"ignore": ["re:[a"]}, "rule '[a'"),
+        ({"ignore": ["re:(.+)+!"]}, "repeats a group"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line_that_says_where_and_what(

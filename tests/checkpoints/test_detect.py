@@ -32,7 +32,7 @@ NAMES = {
     "gptq-v1": "GPTQ v1",
     "gptq-v2": "GPTQ v2",
     "autoround-gptq": "AutoRound (gptq)",
-    "autoround-gptqmodel": "AutoRound (gptq)",
+    "autoround-gptqmodel": "AutoRound (gptq_v2)",
     "autoround-awq": "AutoRound (awq)",
     "autoround-ct": "AutoRound (compressed-tensors)",
     "ct-packed": "compressed-tensors pack-quantized",
@@ -79,9 +79,9 @@ def test_every_format_is_known_by_name_and_says_how(
 ) -> None:
     opened = open_low_bit(made(name).path)
     assert opened.format == NAMES[name]
-    wanted = "magic number" if name == "gguf" else "metadata" if "torchao" in name else "quant_method"  # fmt: skip
-    assert wanted in opened.how or "quant_method" in opened.how
-    if wanted == "quant_method" and "bnb" not in name:
+    wanted = {"gguf": "the file's magic number", "modelopt-int4": "producer modelopt"}
+    assert wanted.get(name, "quant_method") in opened.how
+    if name not in ("gguf", "hqq", "bnb-nf4", "bnb-int8", "torchao-int4", "torchao-int8"):
         assert "config.json" in opened.how
     assert opened.parts.keys() == made(name).weights.keys()
 
@@ -136,6 +136,7 @@ def test_a_label_is_found_in_side_files_and_sections(name: str, place: str, tmp_
         ("awq-gemm", {"quant_method": "AWQ"}),
         ("awq-gemm", {"quant_method": None, "bits": None, "group_size": None, "w_bit": 4, "q_group_size": 32}),
         ("ct-packed", {"quant_method": None}),
+        ("ct-packed", {"format": "int-quantized"}),  # words are words
         ("autoround-gptq", {"quant_method": "intel/auto-round"}),
         ("bnb-nf4", {"quant_method": None, "load_in_4bit": True}),
         ("hqq", {"quant_method": None, "quant_config": {}}),
@@ -151,27 +152,32 @@ def test_other_spellings_of_a_label_are_the_same_format(
     assert torch.equal(opened.read_linear(UP).weight(), torch.from_numpy(written.weights[UP]))
 
 
+def read_all(path: Path) -> None:
+    opened = open_low_bit(path)
+    for module in opened.parts:
+        opened.read_linear(module)
+
+
 @pytest.mark.parametrize(
     ("name", "lie", "words"),
     [
         ("gptq-v1", {"quant_method": "awq", "version": "gemm"}, "set quant_method to gptq"),
-        ("awq-gemm", {"quant_method": "gptq"}, "qweight"),
-        ("ct-packed", {"quant_method": "awq", "group_size": 32}, "holds no packed linear"),
+        ("awq-gemm", {"quant_method": "gptq"}, "check bits and group_size"),
+        ("ct-packed", {"quant_method": "awq", "group_size": 32, "version": "gemm"}, "holds no packed linear"),
         ("gptq-v1", {"quant_method": "compressed-tensors"}, "holds no packed linear"),
-        ("ct-packed", {"format": "int-quantized"}, "weight"),
-        ("gptq-v1", {"quant_method": "torchao"}, "torchao"),
-        ("gptq-v1", {"quant_method": "modelopt"}, ""),
+        ("gptq-v1", {"quant_method": "torchao"}, "metadata says nothing of tensor_names"),
+        ("gptq-v1", {"quant_method": "modelopt"}, "quant_algo"),
+        ("gptq-v1", {"quant_method": "hqq"}, "holds no packed linear"),
+        ("ct-int8", {"quant_method": "bitsandbytes"}, "holds no packed linear"),
     ],
-)
+)  # fmt: skip
 def test_a_label_of_another_format_is_refused_and_never_read_as_numbers(
     name: str, lie: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     written = write(name, tmp_path / "in")
     config_of(written.folder, **lie)
     with pytest.raises(WeightpathError) as caught:
-        opened = open_low_bit(written.path)
-        for module in opened.parts:
-            opened.read_linear(module)
+        read_all(written.path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -198,7 +204,7 @@ def test_a_label_without_packed_tensors_says_that_the_weights_are_floats(tmp_pat
     save_file({"model.norm.weight": torch.ones(4)}, folder / "model.safetensors")
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    with pytest.raises(BadCheckpoint, match="quant_method gptq .*holds no packed linear"):
+    with pytest.raises(BadCheckpoint, match=r"quant_method gptq .*holds no packed linear"):
         open_low_bit(folder)
 
 

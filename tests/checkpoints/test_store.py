@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_of_process import anonymous_bytes
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from weightpath.checkpoints.store import natural_order, open_checkpoint, quantization_method
 from weightpath.errors import BadCheckpoint, BadRequest
@@ -159,6 +159,23 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / TWO).unlink()
     assert TWO in refusal(sharded)
     assert "missing" in refusal(sharded)
+
+
+def test_a_shard_of_an_impossible_name_is_missing_and_no_crash(sharded: Path) -> None:
+    weight_map = read_weight_map(sharded)
+    name = next(iter(weight_map))
+    write_index(sharded, weight_map | {name: "x" * 300 + ".safetensors"})
+    assert "shard is missing" in refusal(sharded)
+
+
+def test_lists_in_the_metadata_of_several_shards_are_put_together(sharded: Path) -> None:
+    for number, file in enumerate((ONE, TWO)):
+        tensors = load_file(sharded / file)
+        metadata = {"names": json.dumps(["both", f"own {number}"]), "format": "pt"}
+        save_file(tensors, sharded / file, metadata=metadata)
+    joined = open_checkpoint(sharded).metadata
+    assert sorted(json.loads(joined["names"])) == ["both", "own 0", "own 1"]
+    assert joined["format"] == "pt"
 
 
 def test_a_tensor_absent_from_its_shard_is_named(sharded: Path) -> None:

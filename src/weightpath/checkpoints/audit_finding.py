@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from weightpath.errors import BadCheckpoint, BadTensor
+from weightpath.errors import BadCheckpoint, BadTensor, printable
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -78,11 +78,7 @@ def summarise(
 
 def shown(text: str, longest: int = _LONGEST) -> str:
     """A text from a file as one printable piece, cut in the middle where it is longer."""
-    plain = "".join(sign if sign.isprintable() else "?" for sign in text)
-    if len(plain) <= longest:
-        return plain
-    half = (longest - 3) // 2
-    return f"{plain[:half]}...{plain[-half:]}"
+    return printable(text, longest)
 
 
 def plural(count: int, what: str) -> str:

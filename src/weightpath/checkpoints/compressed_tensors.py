@@ -25,6 +25,7 @@ from torch import Tensor
 
 from weightpath.checkpoints import bitpack
 from weightpath.checkpoints.compressed_tensors_read import from_tensors as from_tensors
+from weightpath.checkpoints.gptq_config import rule_pattern
 from weightpath.checkpoints.writer import Planned
 from weightpath.errors import BadCheckpoint, BadTensor
 from weightpath.qweight import QWeight
@@ -33,6 +34,7 @@ from weightpath.scheme import PER_CHANNEL, Scheme
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 INT_FORMATS = ("int-quantized", "naive-quantized")
 """Formats whose integer weights are int8 [N, K] under the name `weight`."""
+_PATTERN = "re:"
 _AGAIN = "the config is damaged: fetch config.json again"
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 RUN_TIME_SUFFIXES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
@@ -169,15 +171,15 @@ def _targets(values: Any, where: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise BadCheckpoint(where, f"targets are {values!r:.60}, wanted a list of names", _AGAIN)
     for value in values:
-        try:
-            re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
-        except re.error as error:
-            raise BadCheckpoint(where, f"pattern {value!r:.60}: {error}", _AGAIN) from None
+        if value.startswith(_PATTERN):
+            rule_pattern(value.removeprefix(_PATTERN), where)
     return values
 
 
 def _matches(target: str, name: str) -> bool:
-    return bool(re.match(target[3:], name)) if target.startswith("re:") else target == name
+    if target.startswith(_PATTERN):
+        return bool(re.match(target.removeprefix(_PATTERN), name))
+    return target == name
 
 
 def _scheme_of(group: Mapping[str, Any], where: str, unpacked: bool) -> Scheme:

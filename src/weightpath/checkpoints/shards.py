@@ -67,11 +67,14 @@ def read_shards(path: Path) -> dict[Path, dict[str, TensorInfo]]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Names, shapes and dtypes of one safetensors file, checked against the size of the file."""
     where, mend = str(path), "the file is damaged or cut short: fetch it again"
-    if not path.is_file():
+    try:
+        size = path.stat().st_size if path.is_file() else -1
+    except OSError:  # a name that no file system takes
+        size = -1
+    if size < 0:
         raise BadCheckpoint(
             where, "shard is missing", "fetch it again, or remove it from the index"
         )
-    size = path.stat().st_size
     if size < 8:
         raise BadCheckpoint(where, f"has {size} bytes, wanted at least 8", mend)
     with path.open("rb") as file:

@@ -107,10 +107,12 @@ class SafetensorsCheckpoint:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The `__metadata__` of all files' headers, joined."""
+        """The `__metadata__` of all files' headers, joined: lists in JSON, such as torchao's names
+        of tensors, are put together; of other values the last file's stands."""
         joined: dict[str, str] = {}
         for handle in self._maps.values():
-            joined |= handle.metadata() or {}
+            for key, value in (handle.metadata() or {}).items():
+                joined[key] = _joined(joined[key], value) if key in joined else value
         return joined
 
     def read(self, name: str) -> Tensor:
@@ -123,6 +125,20 @@ class SafetensorsCheckpoint:
 
     def _map_of(self, name: str) -> Any:
         return self._maps[self._shard_of[known(self, name)]]
+
+
+def _joined(first: str, second: str) -> str:
+    """Two JSON lists as one, each entry once; else the second value."""
+    if first == second:
+        return second
+    try:
+        lists = [json.loads(value) for value in (first, second)]
+    except (ValueError, RecursionError):
+        return second
+    if not all(isinstance(found, list) for found in lists):
+        return second
+    entries = {json.dumps(entry): entry for found in lists for entry in found}
+    return json.dumps(list(entries.values()))
 
 
 def open_checkpoint(folder_or_file: Path, *, float_only: bool = True) -> SafetensorsCheckpoint:

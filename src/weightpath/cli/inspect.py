@@ -47,7 +47,7 @@ def command(
         show_examination(found)
     if found.errors:
         first = found.errors[0]
-        more = f" ({len(found.errors) - 1} more errors above)" if len(found.errors) > 1 else ""
+        more = f" ({len(found.errors) - 1} more above)" if len(found.errors) > 1 else ""
         raise BadCheckpoint(folder, f"{first.tensor}: {first.problem}{more}", first.mend)
 
 
@@ -81,19 +81,23 @@ def show_examination(found: Examination) -> None:
 
     for line in summarise(found.findings, SHOWN, count) or ("none found",):
         stdout.print(line, markup=False)
-    heading("who loads it")
+    heading("who loads it, with the errors mended" if found.errors else "who loads it")
     rows = table("runtime", "", "loads", "why, and what would make it load")
     rows.columns[-1].justify = "left"
     for verdict in found.acceptance:
         rows.add_row(f"{verdict.runtime} {verdict.versions}", verdict.device, verdict.loads,
                      escape(_why(verdict)))  # fmt: skip
     stdout.print(rows)
-    if found.split_checked:
+    if found.split_checked or found.split_unknown:
         heading("tensor parallelism")
         _show(
             _alike([(f"tp {s.tp}: ", s.name, f"{s.problem}; {s.mend}") for s in found.splits]),
-            f"all {found.split_checked} splits work",
+            f"all {found.split_checked} splits asked work",
         )
+        if found.split_unknown:
+            stdout.print(
+                f"{found.split_unknown} linears were not asked: their names tell neither rows nor columns"
+            )
     if found.kernel_checked:
         heading("the AWQ kernel's limits")
         _show(

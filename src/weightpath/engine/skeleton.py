@@ -21,6 +21,10 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from weightpath.errors import BadCheckpoint, BadTensor
 
+MOST_LAYERS = 1000
+"""Far above the deepest model there is (a few hundred)."""
+_LAYERS = re.compile(r"layers?$|depth$")
+
 
 def build(
     config: Mapping[str, Any], dtype: torch.dtype, where: str = "config.json"
@@ -35,13 +39,15 @@ def build(
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise BadCheckpoint(where, f"model_type '{kind}' is unknown to transformers {transformers.__version__}",
                             "upgrade transformers, or convert the model to a known architecture")  # fmt: skip
-    name = (settings.get("architectures") or [None])[0]
+    named = settings.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    _bounded(settings, where)
     try:
         parsed = AutoConfig.for_model(kind, **settings)
         with torch.device("meta"):
-            named = getattr(transformers, name, None) if isinstance(name, str) else None
-            if isinstance(named, type) and issubclass(named, PreTrainedModel):
-                model = named._from_config(parsed, dtype=dtype)
+            found = getattr(transformers, name, None) if isinstance(name, str) else None
+            if isinstance(found, type) and issubclass(found, PreTrainedModel):
+                model = found._from_config(parsed, dtype=dtype)
             else:
                 model = AutoModelForCausalLM.from_config(parsed, dtype=dtype)
     except Exception as error:  # what a config of wrong values raises is not one family
@@ -49,6 +55,16 @@ def build(
         raise BadCheckpoint(where, f"config.json makes no {name or kind} model ({type(error).__name__}: {said})",
                             "mend its values, or upgrade transformers if the model is newer") from error  # fmt: skip
     return model.eval()
+
+
+def _bounded(config: Mapping[str, Any], where: str) -> None:
+    """BadCheckpoint for more layers than any model has: building them would take the machine."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _bounded(value, where)
+        elif _LAYERS.search(key) and isinstance(value, int) and value > MOST_LAYERS:
+            raise BadCheckpoint(where, f"{key} is {value}, at most {MOST_LAYERS} are built",
+                                "the config is damaged: fetch config.json again")  # fmt: skip
 
 
 def renamed(model: PreTrainedModel) -> Callable[[str], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,10 @@ class Converted:
 
 @dataclass
 class Work:
-    """What a conversion goes by: the source, its folds, and every linear's choice."""
+    """What a conversion goes by: the source, its folds, and every linear's choice.
+
+    findings: of the names; warnings: of the linears' values, by linear.
+    """
 
     low: LowBitCheckpoint
     folds: Folds
@@ -75,6 +79,7 @@ class Work:
     float_dtype: torch.dtype
     left_out: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    warnings: dict[str, list[Finding]] = field(default_factory=dict)
 
     def read(self, module: str) -> ReadLinear:
         """A linear, audited, with its folds applied. BadCheckpoint where its values are unsound."""
@@ -83,13 +88,14 @@ class Work:
             [] if read.qweight is None else audit_qweight(module, read.qweight, read.column_scales)
         )
         require_sound(found, self.low.where)
-        self.findings.extend(finding for finding in found if finding.severity == "warning")
+        self.warnings[module] = [finding for finding in found if finding.severity == "warning"]
         return self.folds.apply(module, read)
 
     def notes(self) -> tuple[str, ...]:
         """What opening and auditing the source showed, and what is left out."""
         said = [f"{name}: left out, it is computed from the config" for name in self.left_out]
-        audited = summarise(self.findings, linears=len(self.choices))
+        found = [*self.findings, *chain.from_iterable(self.warnings.values())]
+        audited = summarise(found, linears=len(self.choices))
         return (*self.low.notes, *audited, *said)
 
     def float_info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:

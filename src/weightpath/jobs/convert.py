@@ -10,7 +10,7 @@ from weightpath.errors import BadRequest
 from weightpath.jobs.conversion import Converted, ConvertedTensor
 from weightpath.jobs.convert_folder import convert_to_folder
 from weightpath.jobs.convert_gguf import convert_to_gguf
-from weightpath.jobs.targets import find_target
+from weightpath.jobs.targets import GGUF, find_target
 
 __all__ = ["Converted", "ConvertedTensor", "convert"]
 
@@ -35,9 +35,10 @@ def convert(
     """
     target, path = find_target(to), locate(source)
     shown = progress or no_progress
+    if group_size is not None and to in (GGUF, "int8"):
+        own = "int8 has one scale a row" if to == "int8" else "a GGUF file's blocks have their own"
+        raise BadRequest(f"group size {group_size}: {own}; leave out --group-size")
     if target is None:
-        if group_size is not None:
-            raise BadRequest(f"group size {group_size}: a GGUF file's blocks have their own")
         return convert_to_gguf(path, Path(folder), exact_only, overwrite, shown)
     return convert_to_folder(
         path, source, target, Path(folder), exact_only, overwrite, shown, group_size

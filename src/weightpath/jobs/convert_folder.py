@@ -12,12 +12,14 @@ import json
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightpath.checkpoints.audit import Finding
 from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine.load import Progress, model_dtype
@@ -185,7 +187,9 @@ def _made(
 
     def make(unit: Unit) -> Made:
         if unit.key in work.choices:
-            return linear_note(work, unit.key, target)
+            tensors, note = linear_note(work, unit.key, target)
+            warnings = [asdict(warning) for warning in work.warnings[unit.key]]
+            return tensors, note | {"warnings": warnings}
         planned = unit.tensors[0]
         tensor, note = float_note(work, planned.name, planned.dtype)
         return {planned.name: tensor}, note
@@ -252,7 +256,7 @@ def _files(
     manifest = {
         "kind": "weightpath-conversion",
         "version": __version__,
-        "base_model": Path(source).name,
+        "base_model": Path(source).name or Path(work.low.where).resolve().name,
         "method": f"converted from {work.low.format} to {target.name}",
         "linears": {
             name: {"scheme": note["target"], "how": note["how"], "exact": note["exact"],
@@ -277,8 +281,11 @@ def _converted(
     work: Work, to: str, folder: Path, notes: list[dict[str, Any]], resumed: int
 ) -> Converted:
     linears, floats, served = [], [], []
+    work.warnings = {  # those of an earlier run too, in the order of the file
+        note["name"]: [Finding(**warning) for warning in note.get("warnings", ())] for note in notes
+    }
     for note in notes:
-        kept = {key: value for key, value in note.items() if key != "served"}
+        kept = {key: note[key] for key in note if key not in ("served", "warnings")}
         if note["name"] in work.choices:
             linears.append(ConvertedTensor(**kept))
         elif note["how"] != "copied":

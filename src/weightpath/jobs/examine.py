@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from weightpath.checkpoints.audit import Finding, finding_of
+from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint
 from weightpath.checkpoints.opened import Outline, outline_of
 from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.device.probe import probe
+from weightpath.engine import skeleton
 from weightpath.engine.load import Progress, model_dtype, no_progress
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 from weightpath.jobs.findings import float_findings, name_findings, value_findings
@@ -42,8 +44,10 @@ class Examination:
     """How a checkpoint was recognised, its counts, what is wrong with it, which runtimes load it;
     splits that do not work, and a kernel's refusals, where they were asked for.
 
-    split_checked: how many linears were asked under every tp. device_refuses: why this machine
-    cannot run the kernel at all, or "".
+    acceptance: of the format and what could be read of it, as if errors among the findings were
+    mended. split_checked: splits that were asked, over every tp; split_unknown: linears whose names
+    tell neither rows nor columns, so that none was. device_refuses: why this machine cannot run the
+    kernel at all, or "".
     """
 
     inspection: Inspection
@@ -53,6 +57,7 @@ class Examination:
     acceptance: tuple[Verdict, ...]
     splits: tuple[Split, ...] = ()
     split_checked: int = 0
+    split_unknown: int = 0
     kernel: tuple[KernelLimit, ...] = ()
     kernel_checked: int = 0
     device_refuses: str = ""
@@ -90,9 +95,18 @@ def examine(
         inspection = inspect_folder(where, progress=progress)
         assert opened is not None  # inspect_folder refuses what does not exist
         dtype = str(model_dtype(opened.config)).removeprefix("torch.")
-        held = Held("float", dtype=dtype, architecture=inspection.architecture)
-        findings = float_findings(opened)
-        return Examination(inspection, "float weights", (), tuple(findings), accepts(held))
+        is_gguf = isinstance(opened, GGUFCheckpoint)
+        held = Held(
+            "GGUF" if is_gguf else "float",
+            dtype=dtype,
+            architecture=inspection.architecture,
+            no_model=_no_model(opened.config, opened.where),
+        )
+        how = "the file's magic number" if is_gguf else "float weights"
+        asked = ("its linears are floats: splits and kernels are asked of low-bit ones",)
+        return Examination(
+            inspection, how, asked if tp or kernel else (), _once(float_findings(opened)), accepts(held)
+        )  # fmt: skip
 
     def on_read(module: str, read: ReadLinear | BadTensor | BadCheckpoint) -> None:
         if isinstance(read, BadTensor | BadCheckpoint):
@@ -105,19 +119,30 @@ def examine(
     findings = [*name_findings(opened, outlines), *findings]
     role_of = roles(opened.config, opened.where)
     head = next((name for name in opened.parts if role_of(f"{name}.weight") == "head"), None)
-    held = held_of(opened, outlines, head)
+    held = held_of(opened, outlines, head, _no_model(opened.config, opened.where))
+    asked = _splits(held, tp, opened.config)
     return Examination(
         inspection,
         opened.how,
         opened.notes,
         _once(findings),
         accepts(held),
-        _bad_splits(held, tp, opened.config),
-        len(held.linears) * len(tp),
+        tuple(split for split in asked if split.problem),
+        sum(split.parallel != "unknown" for split in asked),
+        len({split.name for split in asked if split.parallel == "unknown"}),
         _kernel_limits(outlines) if kernel else (),
         len(outlines) if kernel else 0,
         _device_refuses() if kernel else "",
     )
+
+
+def _no_model(config: Mapping[str, Any], where: str) -> str:
+    """Why transformers makes no model of a config.json, or ""."""
+    try:
+        skeleton.build(config, torch.bfloat16, where)
+    except BadCheckpoint as error:
+        return error.problem
+    return ""
 
 
 def _once(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -125,16 +150,15 @@ def _once(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(findings))
 
 
-def _bad_splits(held: Held, tp: Sequence[int], config: dict[str, Any]) -> tuple[Split, ...]:
+def _splits(held: Held, tp: Sequence[int], config: dict[str, Any]) -> list[Split]:
     section = config.get("text_config")
     section = section if isinstance(section, dict) else config
     heads, kv_heads = section.get("num_attention_heads"), section.get("num_key_value_heads")
     heads = heads if type(heads) is int else None
     kv_heads = kv_heads if type(kv_heads) is int else heads
-    made = [
+    return [
         split for size in tp for split in splits(held.linears, held.format, size, heads, kv_heads)
     ]
-    return tuple(split for split in made if split.problem)
 
 
 def _kernel_limits(outlines: dict[str, Outline]) -> tuple[KernelLimit, ...]:
@@ -147,7 +171,13 @@ def _kernel_limits(outlines: dict[str, Outline]) -> tuple[KernelLimit, ...]:
             bits = "floats" if scheme is None else f"{scheme.bits}-bit"
             limits.append(KernelLimit(name, f"is {bits}, the AWQ kernel takes 4 bits", other))
             continue
-        if not outline.plain:
+        size = k if scheme.group_size == PER_CHANNEL else scheme.group_size
+        refusal = awq_kernel.layout_refuses(n, k, size)
+        if refusal is None:
+            lowest = awq_kernel.KERNEL_CAPABILITY
+            said = awq_kernel.kernel_refuses(n, k, 1, torch.float16, lowest)
+            refusal = None if said is None else (said, other)
+        if refusal is None and not outline.plain:  # what a conversion mends comes last
             what = (
                 "a column order"
                 if outline.ordered
@@ -155,15 +185,8 @@ def _kernel_limits(outlines: dict[str, Outline]) -> tuple[KernelLimit, ...]:
                 if outline.minimums
                 else "column scales"
             )
-            limits.append(KernelLimit(name, f"has {what}, which the AWQ kernel has not",
-                                      "convert it first: --to compressed-tensors"))  # fmt: skip
-            continue
-        size = k if scheme.group_size == PER_CHANNEL else scheme.group_size
-        refusal = awq_kernel.layout_refuses(n, k, size)
-        if refusal is None:
-            lowest = awq_kernel.KERNEL_CAPABILITY
-            said = awq_kernel.kernel_refuses(n, k, 1, torch.float16, lowest)
-            refusal = None if said is None else (said, other)
+            mend = "convert it first: --to compressed-tensors"
+            refusal = (f"has {what}, which the AWQ kernel has not", mend)
         if refusal is not None:
             limits.append(KernelLimit(name, *refusal))
     return tuple(limits)

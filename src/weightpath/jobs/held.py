@@ -13,8 +13,11 @@ from weightpath.paths.held import Held, HeldLinear
 _CONTRADICTION = "contradiction: "
 
 
-def held_of(low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str | None) -> Held:
-    """What `low` holds. outlines: of the linears that can be read. head: the output head's module."""
+def held_of(
+    low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str | None, no_model: str = ""
+) -> Held:
+    """What `low` holds. outlines: of the linears that can be read. head: the output head's module.
+    no_model: why transformers makes no model of config.json, or ""."""
     linears = tuple(
         HeldLinear(
             name,
@@ -43,6 +46,7 @@ def held_of(low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str | 
         padded_words=any(_padded(low, name, outline) for name, outline in outlines.items()),
         config_missing=low.config_missing,
         nested=low.nested,
+        no_model=no_model,
     )
 
 

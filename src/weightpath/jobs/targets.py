@@ -90,6 +90,11 @@ def cut_groups(
                 f"group size {size}: {name} has groups of {old}, which cannot be cut to it; give a "
                 "divisor, or quantize the float model again"
             )
+        if choice.keep_order and size != old:
+            raise BadRequest(
+                f"group size {size}: {name} keeps a column order, whose groups of {old} cannot be "
+                "cut; write compressed-tensors, where orders are folded or quantized again"
+            )
         cut[name] = replace(choice, scheme=replace(choice.scheme, group_size=size))
     return cut
 

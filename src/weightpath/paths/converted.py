@@ -176,7 +176,10 @@ def _written(
     kept: list[bool | None],
 ) -> tuple[Held, bool | None]:
     lossless = False if False in kept else None if None in kept else True
-    return Held(form, tuple(linears), settings, held.dtype, held.architecture), lossless
+    after = Held(
+        form, tuple(linears), settings, held.dtype, held.architecture, no_model=held.no_model
+    )
+    return after, lossless
 
 
 def _gptq_keys(scheme: Scheme) -> dict[str, object]:

@@ -54,6 +54,8 @@ class Held:
     architectures[0]. contradictions: where a label and the data disagree, a sentence each.
     padded_words: 3-, 5-, 6- or 7-bit codes in words padded to whole codes. config_missing:
     config.json has no quantization config. nested: it is in a section such as text_config.
+    no_model: why transformers makes no model of config.json (an architecture that it does not
+    know), as a clause, or "".
     """
 
     format: str
@@ -65,6 +67,7 @@ class Held:
     padded_words: bool = False
     config_missing: bool = False
     nested: bool = False
+    no_model: str = ""
 
 
 @dataclass(frozen=True)

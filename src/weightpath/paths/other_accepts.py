@@ -22,6 +22,8 @@ _CONVERTER_BITS = (2, 4, 8)
 
 def transformers_answer(held: Held) -> Answer:
     """What transformers 5 does with a checkpoint, by from_pretrained."""
+    if held.no_model:
+        return Answer("no", f"{held.no_model}, unless code of the checkpoint's own brings it")
     if held.format == "float":
         return Answer("yes", "it runs float checkpoints")
     if held.format.startswith("GGUF"):
@@ -51,7 +53,15 @@ def llama_cpp_answer(held: Held) -> Answer:
 
 
 def weightpath_answer(held: Held) -> Answer:
-    """What weightpath does with a checkpoint that it has opened: it runs all of them."""
+    """What weightpath does with a checkpoint that it has opened: it runs all low-bit ones whose
+    model transformers knows."""
+    if held.no_model:
+        return Answer("no", f"{held.no_model}; it inspects and converts the file all the same")
+    if held.format == "float" or (held.format.startswith("GGUF") and not held.linears):
+        return Answer(
+            "no",
+            "it runs low-bit weights, and these are floats, of which weightpath quantize makes them",
+        )
     clauses = []
     if floats := named(held.linears, lambda linear: linear.scheme is None):
         clauses.append(f"{floats} as floats")

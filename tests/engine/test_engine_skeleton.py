@@ -1,0 +1,45 @@
+"""A config.json is hostile input too: what it says is bounded before a model is built of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from weightpath.engine import skeleton
+from weightpath.errors import BadCheckpoint
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16,
+}  # fmt: skip
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(BadCheckpoint) as caught:
+        skeleton.build(CONFIG | changes, torch.float32)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("count", [65536, 10**30])
+def test_more_layers_than_any_model_has_are_refused_before_they_are_built(count: int) -> None:
+    assert f"num_hidden_layers is {count}, at most {skeleton.MOST_LAYERS}" in refusal(
+        num_hidden_layers=count
+    )
+    assert "depth is" in refusal(vision_config={"depth": count})
+
+
+@pytest.mark.parametrize("named", [-1, 2**64, {"0": ["LlamaForCausalLM"]}, "LlamaForCausalLM", [3]])
+def test_an_architecture_that_is_no_list_of_names_is_taken_from_the_model_type(named: Any) -> None:
+    model = skeleton.build(CONFIG | {"architectures": named}, torch.float32)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_names_are_spelled_as_the_model_spells_them() -> None:
+    model = skeleton.build(CONFIG, torch.float32)
+    assert skeleton.renamed(model)("model.norm.weight") == "model.norm.weight"
+    mixtral = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    model = skeleton.build(mixtral | {"model_type": "mixtral"}, torch.float32)
+    stored = "model.layers.0.block_sparse_moe.gate.weight"
+    assert skeleton.renamed(model)(stored) == "model.layers.0.mlp.gate.weight"
