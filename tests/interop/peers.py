@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ class PeerFailed(Exception):
 
 
 def peer(python: Path | str, script: str, *arguments: object) -> dict[str, Any]:
-    """Run a script of this folder and return the JSON object that it prints."""
-    ran = subprocess.run(
-        [str(python), str(HERE / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    """Run a script of this folder, in a scratch folder, and return the JSON object that it prints.
+
+    Paths among the arguments are absolute. GPTQModel leaves a `logs` folder where it runs.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        ran = subprocess.run(
+            [str(Path(python).absolute()), str(HERE / script), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+            cwd=scratch,
+        )
     if ran.returncode:
         raise PeerFailed(f"{script} {' '.join(map(str, arguments))}\n{ran.stderr}")
     return json.loads(ran.stdout.splitlines()[-1])
