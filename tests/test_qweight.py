@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weightpath.errors import BadTensor
-from weightpath.qweight import QWeight
-from weightpath.scheme import Scheme
+from weightpath.qweight import QWeight, ScaleChange, in_scheme, scale_change
+from weightpath.scheme import PER_CHANNEL, Scheme
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -193,3 +193,66 @@ def test_zeros_that_do_not_fit_their_bits_are_not_handed_out_as_codes() -> None:
         with pytest.raises(BadTensor, match=r"4 bits hold 0\.\.15"):
             replace(qweight, zeros=zeros).zeros_as_codes("a")
     assert some(Scheme(4, 16)).zeros_as_codes("a") is None
+
+
+def test_the_change_of_scales_is_counted_in_shares_of_their_size() -> None:
+    qweight = some(Scheme(4, 32), n=8)
+    halves = replace(qweight, scales=qweight.scales.half())
+    assert scale_change(halves, torch.float32) == ScaleChange(True, 0.0, 0.0, 0)
+    scales = torch.ones(8, 2)
+    scales[0, 0], scales[1, 1], scales[2, 0] = 1 + 2**-12, 0.0, -1.0
+    change = scale_change(replace(qweight, scales=scales), torch.float16)
+    share = 2**-12 / (1 + 2**-12)
+    assert (change.exact, change.changed) == (False, 1)
+    assert change.largest == pytest.approx(share)
+    assert change.mean == pytest.approx(share / 16)
+    tiny = scale_change(replace(qweight, scales=torch.full((8, 2), 1e-9)), torch.float16)
+    assert tiny.largest == 1.0
+    huge = scale_change(replace(qweight, scales=torch.full((8, 2), 1e6)), torch.float16)
+    assert huge.largest == torch.inf
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(2, 8),
+    st.sampled_from((16, 32, 64, PER_CHANNEL)),
+    st.booleans(),
+    st.integers(2, 8),
+    st.sampled_from((16, 32, 64, PER_CHANNEL)),
+    st.booleans(),
+    st.integers(0, 100),
+)
+def test_other_fields_hold_the_same_weights_bit_for_bit_or_none_are_given(
+    bits: int, size: int, symmetric: bool, to_bits: int, to_size: int, to_symmetric: bool, seed: int
+) -> None:
+    qweight = some(Scheme(bits, size, symmetric), seed=seed)
+    wanted = Scheme(to_bits, to_size, to_symmetric)
+    columns = {PER_CHANNEL: 64}
+    old, new = columns.get(size, size), columns.get(to_size, to_size)
+    found = in_scheme(qweight, wanted)
+    fits = bits <= to_bits and old % new == 0 and (symmetric or not to_symmetric)
+    assert (found is not None) == fits
+    if found is not None:
+        assert found[0].check("a").scheme == wanted
+        assert torch.equal(found[0].dequantize(), qweight.dequantize())
+        assert bool(found[1]) == (wanted != qweight.scheme and not (old == new and to_size != size))
+
+
+def test_zero_points_at_the_midpoint_are_left_out_and_others_never() -> None:
+    qweight = some(Scheme(4, 16, symmetric=False))
+    assert qweight.zeros is not None
+    assert in_scheme(qweight, Scheme(4, 16)) is None
+    middle = replace(qweight, zeros=torch.full_like(qweight.zeros, 8))
+    found = in_scheme(middle, Scheme(4, 16))
+    assert found is not None
+    assert found[0].zeros is None
+    assert torch.equal(found[0].dequantize(), middle.dequantize())
+
+
+def test_minimums_do_not_fit_and_an_order_keeps_its_groups() -> None:
+    assert in_scheme(some(Scheme(4, 16, False), minimums=True), Scheme(5, 16, False)) is None
+    ordered = some(Scheme(4, 32), order=True)
+    assert in_scheme(ordered, Scheme(4, 16)) is None
+    found = in_scheme(ordered, Scheme(5, 32))
+    assert found is not None
+    assert torch.equal(found[0].dequantize(), ordered.dequantize())

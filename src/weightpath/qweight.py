@@ -180,6 +180,25 @@ class QWeight:
             )
 
 
+@dataclass(frozen=True)
+class ScaleChange:
+    """What another dtype does to scales: relative changes |s' - s| / |s|, inf where s overflows."""
+
+    exact: bool
+    largest: float
+    mean: float
+    changed: int
+
+
+def scale_change(qweight: QWeight, dtype: torch.dtype) -> ScaleChange:
+    """What storing the scales as `dtype` would change. A scale of 0 is never changed."""
+    before = qweight.scales.double()
+    after = qweight.scales.to(dtype).double()
+    change = torch.where(before == after, 0.0, (after - before).abs() / before.abs())
+    changed = int((before != after).sum())
+    return ScaleChange(changed == 0, float(change.max()), float(change.mean()), changed)
+
+
 def in_scheme(qweight: QWeight, scheme: Scheme) -> tuple[QWeight, tuple[str, ...]] | None:
     """The same weights in the fields of another scheme, and how; None where they do not fit.
 

@@ -569,23 +569,6 @@ def test_bf16_scales_within_fp16_range_are_written_exactly() -> None:
     assert torch.equal(written.float(), brain.scales.float().t())
 
 
-def test_the_change_of_scales_is_counted_in_shares_of_their_size() -> None:
-    qweight = a_qweight(Scheme(4, 32), n=8)
-    exact = awq.scale_change(qweight, torch.float32)
-    assert exact == awq.ScaleChange(True, 0.0, 0.0)
-    scales = torch.ones(8, 2)
-    scales[0, 0], scales[1, 1], scales[2, 0] = 1 + 2**-12, 0.0, -1.0
-    change = awq.scale_change(replace(qweight, scales=scales), torch.float16)
-    share = 2**-12 / (1 + 2**-12)
-    assert not change.exact
-    assert change.largest == pytest.approx(share)
-    assert change.mean == pytest.approx(share / 16)
-    tiny = awq.scale_change(replace(qweight, scales=torch.full((8, 2), 1e-9)), torch.float16)
-    assert tiny.largest == 1.0
-    huge = awq.scale_change(replace(qweight, scales=torch.full((8, 2), 1e6)), torch.float16)
-    assert huge.largest == torch.inf
-
-
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -184,7 +184,11 @@ def test_inspect_reads_float_folders_and_gguf_files(
 ) -> None:
     assert "safetensors, float" in shown(weightpath_cli("inspect", tiny_llama))
     path = write_tiny_gguf(tmp_path / "m.gguf")
-    assert parsed(weightpath_cli("inspect", path, "--json"))["format"] == "GGUF"
+    plain = parsed(weightpath_cli("inspect", path, "--json"))
+    assert plain["format"] == "GGUF Q8_0"
+    rows = {(kind["scheme"], kind["role"]): kind["bits_per_weight"] for kind in plain["kinds"]}
+    assert rows["w8g32", "linear"] == 8.5  # as stored: 32 int8 codes and an fp16 scale a block
+    assert "GGUF Q8_0, LlamaForCausalLM" in shown(weightpath_cli("inspect", path))
 
 
 def test_a_gguf_file_is_a_model_for_every_verb(

@@ -22,6 +22,7 @@ from weightpath.layouts.awq_kernel import (
     awq_zeros_w,
     from_qweight,
     kernel_refuses,
+    layout_refuses,
     repack_hf_awq_for_kernel,
 )
 from weightpath.qweight import QWeight
@@ -249,6 +250,46 @@ def test_the_repack_refuses_by_name_with_the_numbers(change: dict[str, Any], wor
         repack_hf_awq_for_kernel(**(call | change))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group_size", "problem", "mend"),
+    [
+        (64, 256, 32, "group size 32, wanted 64 or 128", "quantize it again with one of these"),
+        (64, 256, -1, "group size -1, wanted 64 or 128", "quantize it again with one of these"),
+        (64, 192, 128, "in_features 192 is not a multiple of group size 128", "that divides it"),
+        (64, 124, 64, "in_features 124 is not a multiple of 8", "choose another kernel"),
+        (12, 256, 64, "out_features 12 is not a multiple of 8", "choose another kernel"),
+        (0, 256, 64, "out_features 0 is not a multiple of 8", "choose another kernel"),
+    ],
+)
+def test_what_the_layout_cannot_hold_is_told_before_anything_is_read_with_the_mend(
+    n: int, k: int, group_size: int, problem: str, mend: str
+) -> None:
+    refusal = layout_refuses(n, k, group_size)
+    assert refusal is not None
+    assert refusal[0] == problem
+    assert mend in refusal[1]
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 20), st.sampled_from([8, 60, 64, 96, 128, 192, 256, 384]),
+    st.sampled_from([16, 32, 64, 96, 128, 256]),
+)  # fmt: skip
+def test_the_layout_refuses_by_shape_just_what_laying_out_refuses(
+    n: int, k: int, group_size: int
+) -> None:
+    refusal = layout_refuses(n, k, group_size)
+    groups = -(-k // group_size)
+    codes, scales = torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, groups).half()
+    qweight = QWeight(Scheme(4, group_size), codes, scales)
+    if refusal is None:
+        assert from_qweight(qweight).weight.shape == (n, k // 8)
+        return
+    with pytest.raises(BadTensor) as caught:
+        from_qweight(qweight, "q_proj")
+    assert str(caught.value) == f"tensor q_proj: AWQ kernel layout: {refusal[0]}; {refusal[1]}"
 
 
 class _Operators(TorchDispatchMode):

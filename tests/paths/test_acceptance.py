@@ -415,9 +415,23 @@ def test_llama_cpp_opens_gguf_alone_and_symmetric_fp16_scales_get_there_exactly(
 
 def test_float_checkpoints_run_and_llama_cpp_wants_them_as_gguf():
     held = Held("float")
-    assert {row(held, name).loads for name in ("transformers", "weightpath")} == {"yes"}
+    assert row(held, "transformers").loads == "yes"
+    check(row(held, "weightpath"), "no", "weightpath quantize makes them")
     assert by_release(held) == {"0.19 to 0.33": "yes"}
     check(row(held, "llama.cpp"), "no", convert="--to gguf")
+
+
+def test_a_gguf_of_floats_alone_is_what_llama_cpp_opens_and_weightpath_does_not_run():
+    held = Held("GGUF")
+    check(row(held, "llama.cpp"), "yes")
+    check(row(held, "weightpath"), "no", "these are floats", "no convert helps")
+
+
+def test_a_model_that_transformers_does_not_know_is_run_by_neither_and_may_be_by_vllm():
+    held = replace(gptq(), no_model="model_type 'nova' is unknown to transformers 5")
+    for runtime in ("transformers", "weightpath"):
+        check(row(held, runtime), "no", "model_type 'nova'", "no convert helps: as compressed")
+    assert set(by_release(held).values()) == {"yes"}
 
 
 def test_weightpath_runs_what_it_opened_and_says_how():

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from weightpath.checkpoints.audit_finding import Finding, Severity
-from weightpath.checkpoints.awq import scale_change
 from weightpath.errors import BadRequest
-from weightpath.qweight import QWeight
+from weightpath.qweight import QWeight, scale_change
 
 _FETCH = "the checkpoint is damaged: quantize or fetch it again"
 _CONFIG = "check group_size in the checkpoint's quantization config"
@@ -83,8 +82,7 @@ def audit_scales_when_served(
         largest = float(qweight.scales.abs().max())
         problem = f"{kind}: the largest, {largest:.4g}, becomes infinite"
         return (Finding("warning", name, problem, f"serve it in {stored}", kind, "linear"),)
-    moved = qweight.scales.to(dtype).double() != qweight.scales.double()
-    share = 100 * float(moved.double().mean())
+    share = 100 * change.changed / qweight.scales.numel()
     problem = (
         f"{kind}: {share:.0f}% of them change, by {100 * change.largest:.2g}% of their size at most, "
         f"{100 * change.mean:.2g}% in the mean"

@@ -29,7 +29,7 @@ from weightpath.checkpoints.awq_config import recognise as recognise
 from weightpath.checkpoints.awq_config import settings as settings
 from weightpath.checkpoints.writer import Planned
 from weightpath.errors import BadTensor
-from weightpath.qweight import QWeight
+from weightpath.qweight import QWeight, scale_change
 from weightpath.scheme import PER_CHANNEL, Scheme
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -63,15 +63,6 @@ class AwqLinear:
     qweight: QWeight
     version: str
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ScaleChange:
-    """What another dtype does to scales: relative changes |s' - s| / |s|, inf where s overflows."""
-
-    exact: bool
-    largest: float
-    mean: float
 
 
 class _Sized(Protocol):
@@ -203,16 +194,6 @@ def to_tensors(name: str, qweight: QWeight, lossy: bool = False) -> dict[str, Te
         f"{name}.qzeros": words_of_outputs(zeros.to(torch.uint8)),
         f"{name}.scales": qweight.scales.to(torch.float16).t().contiguous(),
     }
-
-
-def scale_change(qweight: QWeight, dtype: torch.dtype) -> ScaleChange:
-    """What storing the scales as `dtype` would change. A scale of 0 is never changed."""
-    before = qweight.scales.double()
-    after = qweight.scales.to(dtype).double()
-    change = torch.where(before == after, 0.0, (after - before).abs() / before.abs())
-    return ScaleChange(
-        exact=bool((before == after).all()), largest=float(change.max()), mean=float(change.mean())
-    )
 
 
 def outputs_first(words: Tensor) -> Tensor:

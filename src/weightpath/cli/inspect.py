@@ -90,10 +90,11 @@ def show_examination(found: Examination) -> None:
     stdout.print(rows)
     if found.split_checked or found.split_unknown:
         heading("tensor parallelism")
-        _show(
-            _alike([(f"tp {s.tp}: ", s.name, f"{s.problem}; {s.mend}") for s in found.splits]),
-            f"all {found.split_checked} splits asked work",
-        )
+        if found.split_checked:
+            _show(
+                _alike([(f"tp {s.tp}: ", s.name, f"{s.problem}; {s.mend}") for s in found.splits]),
+                f"all {found.split_checked} splits asked work",
+            )
         if found.split_unknown:
             stdout.print(
                 f"{found.split_unknown} linears were not asked: their names tell neither rows nor columns"

@@ -20,7 +20,7 @@ from weightpath.engine.load import Progress, model_dtype, no_progress
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 from weightpath.jobs.findings import float_findings, name_findings, value_findings
 from weightpath.jobs.held import held_of
-from weightpath.jobs.inspect import Inspection, inspect_folder, open_any, roles
+from weightpath.jobs.inspect import Inspection, inspect_folder, open_any
 from weightpath.layouts import awq_kernel
 from weightpath.paths.acceptance import accepts
 from weightpath.paths.held import Held, Verdict
@@ -100,7 +100,7 @@ def examine(
             "GGUF" if is_gguf else "float",
             dtype=dtype,
             architecture=inspection.architecture,
-            no_model=_no_model(opened.config, opened.where),
+            no_model=_model_of(opened.config, opened.where)[0],
         )
         how = "the file's magic number" if is_gguf else "float weights"
         asked = ("its linears are floats: splits and kernels are asked of low-bit ones",)
@@ -117,9 +117,8 @@ def examine(
 
     inspection = inspect_folder(where, on_read, progress)
     findings = [*name_findings(opened, outlines), *findings]
-    role_of = roles(opened.config, opened.where)
-    head = next((name for name in opened.parts if role_of(f"{name}.weight") == "head"), None)
-    held = held_of(opened, outlines, head, _no_model(opened.config, opened.where))
+    no_model, head = _model_of(opened.config, opened.where)
+    held = held_of(opened, outlines, head, no_model)
     asked = _splits(held, tp, opened.config)
     return Examination(
         inspection,
@@ -136,13 +135,13 @@ def examine(
     )
 
 
-def _no_model(config: Mapping[str, Any], where: str) -> str:
-    """Why transformers makes no model of a config.json, or ""."""
+def _model_of(config: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Why transformers makes no model of a config.json, or "", and the output head's module."""
     try:
-        skeleton.build(config, torch.bfloat16, where)
+        model = skeleton.build(config, torch.bfloat16, where)
     except BadCheckpoint as error:
-        return error.problem
-    return ""
+        return error.problem, "lm_head"
+    return "", skeleton.head_name(model) or ""
 
 
 def _once(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -14,7 +14,7 @@ _CONTRADICTION = "contradiction: "
 
 
 def held_of(
-    low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str | None, no_model: str = ""
+    low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str, no_model: str = ""
 ) -> Held:
     """What `low` holds. outlines: of the linears that can be read. head: the output head's module.
     no_model: why transformers makes no model of config.json, or ""."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from weightpath.errors import BadRequest, BadTensor
-from weightpath.qweight import QWeight
+from weightpath.qweight import QWeight, scale_change
 from weightpath.scheme import PER_CHANNEL
 
 HF_AWQ_PACK_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -115,12 +115,11 @@ def from_qweight(qweight: QWeight, name: str = "weight", lossy: bool = False) ->
     if low < 0 or high > 15:
         raise BadTensor(name, f"has zeros {low}..{high}, the AWQ kernel takes 0..15",
                         "quantize it again, or choose another kernel")  # fmt: skip
-    scales = qweight.scales.to(torch.float16)
-    changed = int((scales.float() != qweight.scales.float()).sum())
-    if changed and (not lossy or not bool(torch.isfinite(scales).all())):
+    scales, change = qweight.scales.to(torch.float16), scale_change(qweight, torch.float16)
+    if not change.exact and (not lossy or change.largest == torch.inf):
         raise BadTensor(
             name,
-            f"{changed} of {scales.numel()} {qweight.scales.dtype} scales change in the fp16 that "
+            f"{change.changed} of {scales.numel()} {qweight.scales.dtype} scales change in the fp16 that "
             f"the AWQ kernel takes (the largest is {float(qweight.scales.abs().max()):.4g})",
             "allow a lossy layout if they only round (fp16 ends at 65504), or use another kernel",
         )
