@@ -13,7 +13,7 @@ from reopened import check_told, tensors_of
 
 from tiny_checkpoint import edit_json, edit_tensors
 from tiny_formats import write
-from weightpath.checkpoints.low_bit import MANIFEST
+from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
 from weightpath.errors import BadTensor
 from weightpath.jobs.convert import convert
 
@@ -134,3 +134,23 @@ def test_a_linear_stored_packed_and_as_floats_is_refused(tmp_path: Path) -> None
     with pytest.raises(BadTensor, match=rf"{DOWN}\.weight: is stored both packed and as floats"):
         convert(str(source.path), "compressed-tensors", tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_source_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path) -> None:
+    written = write("gptq-v1", tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.scales"
+    edit_tensors(written.folder, lambda tensors: tensors[name][0].fill_(float("nan")))
+    with pytest.raises(BadTensor, match=r"model\.layers\.1\.mlp\.up_proj"):
+        convert(str(written.folder), "compressed-tensors", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_norms_of_a_gguf_file_that_16_bits_would_round_stay_float32(tmp_path: Path) -> None:
+    written = write("gguf", tmp_path / "source", tokenizer=True)
+    done = convert(str(written.path), "compressed-tensors", tmp_path / "out", exact_only=False)
+    tensors = tensors_of(done.folder)
+    norms = {name: tensors[name] for name in tensors if "norm" in name}
+    low = open_low_bit(written.path)
+    for name, values in norms.items():
+        assert torch.equal(values.float(), low.source.read(name))
+    assert not [item.name for item in done.floats if "norm" in item.name]

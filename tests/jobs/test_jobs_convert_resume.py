@@ -172,7 +172,6 @@ def test_a_folder_of_other_things_is_never_replaced(source: Written, tmp_path: P
         ("ct-ordered", "compressed-tensors", "12 of 14 linears .*residual stream"),
         ("bnb-int8", "gptq", "down_proj: is not converted exactly .*scales rounded to float16"),
         ("torchao-int4", "awq", "down_proj: is not converted exactly .*minimums"),
-        ("gguf", "compressed-tensors", "layernorm.weight: is not converted exactly"),
     ],
 )
 def test_exact_only_refuses_a_loss_and_leaves_nothing_behind(

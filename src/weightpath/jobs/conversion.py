@@ -99,10 +99,17 @@ class Work:
         return (*self.low.notes, *audited, *said)
 
     def float_info(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape in which a float tensor is written: its own, 16 bits from GGUF blocks."""
+        """Dtype and shape in which a float tensor is written: its own. Of a GGUF file's, blocks
+        become 16 bits, and so do vectors (norms are F32 there) that lose nothing by it."""
         info = self.low.floats[name]
-        expanded = isinstance(self.low.source, GGUFCheckpoint) and info.dtype == torch.float32
-        return (self.float_dtype if expanded else info.dtype), tuple(info.shape)
+        shape = tuple(info.shape)
+        if not isinstance(self.low.source, GGUFCheckpoint) or info.dtype != torch.float32:
+            return info.dtype, shape
+        if len(shape) == 1:
+            values = self.low.source.read(name)
+            if not torch.equal(values.to(self.float_dtype).float(), values):
+                return torch.float32, shape
+        return self.float_dtype, shape
 
 
 def prepare(

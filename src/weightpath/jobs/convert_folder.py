@@ -23,7 +23,7 @@ from weightpath.checkpoints.audit import Finding
 from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine.load import Progress, model_dtype
-from weightpath.errors import BadRequest, BadTensor
+from weightpath.errors import BadRequest, BadTensor, WeightpathError
 from weightpath.jobs.conversion import (
     Converted,
     ConvertedTensor,
@@ -79,10 +79,16 @@ def convert_to_folder(
         todo = [unit for unit in units if unit.key not in writer.finished]
         done = len(units) - len(todo)
         with closing(_made(work, target, todo)) as made:
-            for unit, (tensors, note) in made:
-                if exact_only and not note["exact"]:
+            while True:
+                try:
+                    unit, (tensors, note) = next(made)
+                    if exact_only and not note["exact"]:
+                        raise _not_exact(note)
+                except StopIteration:
+                    break
+                except WeightpathError:  # the source's fault: what is finished is of no use
                     writer.discard()
-                    raise _not_exact(note)
+                    raise
                 writer.write(unit.key, tensors, note)
                 done += 1
                 progress(f"converting {unit.key}", done, len(units))

@@ -23,7 +23,7 @@ from weightpath.checkpoints.store import Checkpoint
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine import skeleton
 from weightpath.engine.load import Progress, no_progress, tied_copy
-from weightpath.errors import BadRequest, BadTensor
+from weightpath.errors import BadRequest, BadTensor, WeightpathError
 from weightpath.jobs.shapes import stored_dtype
 from weightpath.paths.tensors import TensorPlan
 from weightpath.quantize.int8 import quantize_int8
@@ -109,7 +109,11 @@ def quantize_checkpoint(
         done = 0
         for work in layout.works:
             if work.unit.key not in writer.finished:
-                tensors, stats = _make(checkpoint, work, dtype, recipe.search)
+                try:
+                    tensors, stats = _make(checkpoint, work, dtype, recipe.search)
+                except WeightpathError:  # the source's fault: what is finished is of no use
+                    writer.discard()
+                    raise
                 writer.write(work.unit.key, tensors, None if stats is None else vars(stats))
             notes[work.unit.key] = writer.finished[work.unit.key]
             done += sizes[work.source]
