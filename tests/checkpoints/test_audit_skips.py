@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -170,6 +171,7 @@ def test_a_quantized_head_needs_lm_head_true_in_vllm() -> None:
     assert any("transformers" in f.kind and f.tensor == "lm_head" for f in found)
 
 
+RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
 NAMES = st.sampled_from([*modules(12), "visual.blocks.1.attn.qkv", "model.layers.1.mlp.gate"])
 ENTRIES = st.sampled_from(
     ["model.layers.1", "model.layers.1.", "layers.1", "mlp", "gate", "visual", "q_proj", "proj",
@@ -177,6 +179,7 @@ ENTRIES = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.skipif(RELEASE < (5, 24), reason="transformers matched names otherwise before 5.24")
 @settings(max_examples=200, deadline=None)
 @given(NAMES, st.lists(ENTRIES, min_size=1, max_size=3))
 def test_transformers_reading_is_transformers_own(name: str, entries: list[str]) -> None:

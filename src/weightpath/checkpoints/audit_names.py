@@ -155,7 +155,7 @@ def _audit_unexpected(
         if leaf == "bias" and f"{module}.weight" in wanted:
             found.append(_extra_bias(weight, read))
             continue
-        what = "is a packed linear that" if weight.packed else f"{weight.shape}"
+        what = "is a packed linear" if weight.packed else f"{weight.shape}"
         problem = f"{what}: the model has no such place"
         found.append(
             Finding(

@@ -194,6 +194,13 @@ def quantization_method(config: dict[str, Any], tensor_names: Iterable[str]) -> 
     return None
 
 
+def architecture(config: dict[str, Any]) -> str:
+    """The model's class as config.json names it, else its model_type, else "unknown"."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else config.get("model_type")
+    return first if isinstance(first, str) else "unknown"
+
+
 def companion_files(folder: Path) -> tuple[Path, ...]:
     """Files of a checkpoint's folder that belong in every checkpoint made from it, by name."""
     return tuple(

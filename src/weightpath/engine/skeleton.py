@@ -40,12 +40,15 @@ def build(
         raise BadCheckpoint(where, f"model_type '{kind}' is unknown to transformers {transformers.__version__}",
                             "upgrade transformers, or convert the model to a known architecture")  # fmt: skip
     named = settings.get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
+    if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
+        settings.pop("architectures", None)  # some releases of transformers refuse what is no list
+        named = None
+    name = named[0] if named else None
     _bounded(settings, where)
     try:
         parsed = AutoConfig.for_model(kind, **settings)
         with torch.device("meta"):
-            found = getattr(transformers, name, None) if isinstance(name, str) else None
+            found = getattr(transformers, name, None) if name else None
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 model = found._from_config(parsed, dtype=dtype)
             else:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weightpath.checkpoints.audit import Finding
 from weightpath.checkpoints.low_bit import MANIFEST, open_low_bit
+from weightpath.checkpoints.store import architecture
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine.load import Progress, model_dtype
 from weightpath.errors import BadRequest, BadTensor, WeightpathError
@@ -235,8 +236,10 @@ def _tied_head(work: Work) -> list[str]:
     """The head's module where it has no tensor of its own: it is of class Linear all the same, and
     transformers would look for its codes."""
     modules = {name.rpartition(".")[0] for name in work.low.source.tensors}
-    kinds = work.low.config.get("architectures") or ["ForCausalLM"]
-    generates = any(str(kind).endswith(("LM", "ForConditionalGeneration")) for kind in kinds)
+    kind = architecture(work.low.config)
+    generates = (
+        kind.endswith(("LM", "ForConditionalGeneration")) or "architectures" not in work.low.config
+    )
     has_own = any(module.rpartition(".")[2] == "lm_head" for module in modules)
     return ["lm_head"] if generates and not has_own else []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from weightpath.checkpoints.audit import Finding, finding_of
 from weightpath.checkpoints.gguf import GGUFCheckpoint
@@ -96,11 +97,12 @@ def examine(
         assert opened is not None  # inspect_folder refuses what does not exist
         dtype = str(model_dtype(opened.config)).removeprefix("torch.")
         is_gguf = isinstance(opened, GGUFCheckpoint)
+        model = _model_of(opened.config, opened.where)
         held = Held(
             "GGUF" if is_gguf else "float",
             dtype=dtype,
             architecture=inspection.architecture,
-            no_model=_model_of(opened.config, opened.where)[0],
+            no_model=model if isinstance(model, str) else "",
         )
         how = "the file's magic number" if is_gguf else "float weights"
         asked = ("its linears are floats: splits and kernels are asked of low-bit ones",)
@@ -117,8 +119,12 @@ def examine(
 
     inspection = inspect_folder(where, on_read, progress)
     findings = [*name_findings(opened, outlines), *findings]
-    no_model, head = _model_of(opened.config, opened.where)
-    held = held_of(opened, outlines, head, no_model)
+    model = _model_of(opened.config, opened.where)
+    if isinstance(model, str):
+        held = held_of(opened, outlines, "lm_head", model)
+    else:
+        head = skeleton.head_name(model) or ""
+        held = held_of(opened, outlines, head, no_place=_without_place(model, opened))
     asked = _splits(held, tp, opened.config)
     return Examination(
         inspection,
@@ -135,13 +141,25 @@ def examine(
     )
 
 
-def _model_of(config: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Why transformers makes no model of a config.json, or "", and the output head's module."""
+def _model_of(config: Mapping[str, Any], where: str) -> PreTrainedModel | str:
+    """The model on the meta device, or why transformers makes none of a config.json."""
     try:
-        model = skeleton.build(config, torch.bfloat16, where)
+        return skeleton.build(config, torch.bfloat16, where)
     except BadCheckpoint as error:
-        return error.problem, "lm_head"
-    return "", skeleton.head_name(model) or ""
+        return error.problem
+
+
+def _without_place(model: PreTrainedModel, low: LowBitCheckpoint) -> tuple[str, ...]:
+    """Packed linears that are none of the model's, and floats that it neither holds nor ignores."""
+    linears, table = skeleton.linears(model), skeleton.embedding_name(model)
+    held = {*model.state_dict(), *dict(model.named_buffers())}
+    packed = [name for name in low.parts if name not in linears and name != table]
+    floats = [
+        name
+        for name in low.floats
+        if name not in held and not skeleton.recomputed(name) and not skeleton.unused(model, name)
+    ]
+    return (*packed, *floats)
 
 
 def _once(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -73,9 +73,7 @@ def _names(
     wanted |= {name: tuple(value.shape) for name, value in model.named_buffers() if name in saved}
     tied = None
     if head is not None and model.config.tie_word_embeddings:
-        wanted.setdefault(f"{head}.weight", wanted[f"{table}.weight"])
-        if head not in parts:
-            tied = (f"{head}.weight", f"{table}.weight")
+        tied = (f"{head}.weight", f"{table}.weight")
     wanted = {name: shape for name, shape in wanted.items() if not skeleton.recomputed(name)}
     found.extend(
         audit_names(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from weightpath.checkpoints.bitpack import words
 from weightpath.checkpoints.low_bit import LowBitCheckpoint
 from weightpath.checkpoints.opened import Outline
+from weightpath.checkpoints.store import architecture
 from weightpath.engine.load import model_dtype
 from weightpath.paths.held import Held, HeldLinear
 
@@ -14,10 +15,15 @@ _CONTRADICTION = "contradiction: "
 
 
 def held_of(
-    low: LowBitCheckpoint, outlines: Mapping[str, Outline], head: str, no_model: str = ""
+    low: LowBitCheckpoint,
+    outlines: Mapping[str, Outline],
+    head: str,
+    no_model: str = "",
+    no_place: tuple[str, ...] = (),
 ) -> Held:
     """What `low` holds. outlines: of the linears that can be read. head: the output head's module.
-    no_model: why transformers makes no model of config.json, or ""."""
+    no_model: why transformers makes no model of config.json, or ""; no_place: what it has no place
+    for."""
     linears = tuple(
         HeldLinear(
             name,
@@ -31,13 +37,12 @@ def held_of(
         )
         for name, outline in outlines.items()
     )
-    architectures = low.config.get("architectures") or [""]
     return Held(
         format=low.format,
         linears=linears,
         settings={} if low.config_missing else low.settings,
         dtype=str(model_dtype(low.config)).removeprefix("torch."),
-        architecture=str(architectures[0]),
+        architecture=architecture(low.config),
         contradictions=tuple(
             note.removeprefix(_CONTRADICTION)
             for note in low.notes
@@ -47,6 +52,13 @@ def held_of(
         config_missing=low.config_missing,
         nested=low.nested,
         no_model=no_model,
+        no_place=no_place,
+        no_zeros=tuple(
+            name
+            for name in outlines
+            if low.format.startswith("AWQ")
+            and low.parts[name].keys().isdisjoint(("qzeros", "scaled_zeros"))
+        ),
     )
 
 

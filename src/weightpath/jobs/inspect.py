@@ -16,6 +16,7 @@ from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.checkpoints.shards import TensorInfo
 from weightpath.checkpoints.store import (
     Checkpoint,
+    architecture,
     gguf_at,
     open_checkpoint,
     quantization_method,
@@ -237,7 +238,7 @@ def _inspection(
     return Inspection(
         where=where,
         format=form,
-        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+        architecture=architecture(config),
         tensors=sum(count.tensors for count in counts.values()),
         weights=weights,
         tensor_bytes=tensor_bytes,

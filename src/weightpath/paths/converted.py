@@ -177,8 +177,9 @@ def _written(
 ) -> tuple[Held, bool | None]:
     lossless = False if False in kept else None if None in kept else True
     after = Held(
-        form, tuple(linears), settings, held.dtype, held.architecture, no_model=held.no_model
-    )
+        form, tuple(linears), settings, held.dtype, held.architecture, no_model=held.no_model,
+        no_place=held.no_place,
+    )  # fmt: skip
     return after, lossless
 
 

@@ -55,7 +55,8 @@ class Held:
     padded_words: 3-, 5-, 6- or 7-bit codes in words padded to whole codes. config_missing:
     config.json has no quantization config. nested: it is in a section such as text_config.
     no_model: why transformers makes no model of config.json (an architecture that it does not
-    know), as a clause, or "".
+    know), as a clause, or "". no_place: tensors and packed linears that this model has no place for.
+    no_zeros: AWQ linears without qzeros, as zero_point false allows.
     """
 
     format: str
@@ -68,6 +69,8 @@ class Held:
     config_missing: bool = False
     nested: bool = False
     no_model: str = ""
+    no_place: tuple[str, ...] = ()
+    no_zeros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

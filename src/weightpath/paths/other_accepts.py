@@ -57,6 +57,14 @@ def weightpath_answer(held: Held) -> Answer:
     model transformers knows."""
     if held.no_model:
         return Answer("no", f"{held.no_model}; it inspects and converts the file all the same")
+    if held.no_place:
+        first, *others = held.no_place
+        more = f" and {len(others)} more" if others else ""
+        return Answer(
+            "no",
+            f"the model that transformers makes of config.json has no place for {first}{more}; it "
+            "inspects and converts the file all the same",
+        )
     if held.format == "float" or (held.format.startswith("GGUF") and not held.linears):
         return Answer(
             "no",

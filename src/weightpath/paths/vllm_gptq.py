@@ -41,6 +41,12 @@ def awq(held: Held, release: int, device: str) -> Answer | None:
     for keys in (("bits", "w_bit"), ("group_size", "q_group_size"), ("zero_point",)):
         if all(held.settings.get(key) is None for key in keys):
             return Answer("no", f"its AWQ reader asks for {keys[0]}, which the config lacks")
+    if held.no_zeros:
+        return Answer(
+            "wrong",
+            f"it makes qzeros for every AWQ linear and leaves in them what memory held where the "
+            f"file has none ({len(held.no_zeros)} linears, first {held.no_zeros[0]})",
+        )
     return _packed_head(held) or _awq_kernels(
         held, release, device, held.settings["zero_point"] is not False
     )
