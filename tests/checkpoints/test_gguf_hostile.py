@@ -165,6 +165,17 @@ def test_rope_factors_in_blocks_are_refused(tmp_path: Path) -> None:
         GGUFCheckpoint(path)
 
 
+def test_a_tensor_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.gguf", tiny_model(num_hidden_layers=1)
+    writer = writer_of(path, model, "llama")
+    for name, values in file_tensors(model, "llama").items():
+        writer.add_tensor(name, values)
+    writer.add_tensor("rope_freqs.weight", np.ones((0,), np.float32))
+    finish(writer)
+    with pytest.raises(BadCheckpoint, match=r"rope_freqs.weight has shape \(0,\)"):
+        GGUFCheckpoint(path)
+
+
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_an_infinite_scale_of_a_k_block_is_refused_without_a_warning(kind: str) -> None:
     size = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]

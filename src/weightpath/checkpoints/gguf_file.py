@@ -203,6 +203,8 @@ def _placed(
             f"tensor {name} is {kind.name}; read here are {', '.join((*FLOATS, *BLOCKS))}",
             "give a file in one of those types, or the float model it was made from",
         )
+    if 0 in shape:
+        raise BadCheckpoint(where, f"tensor {name} has shape {shape}, which holds nothing", MEND)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block:
         raise BadCheckpoint(

@@ -171,8 +171,8 @@ def _splits(held: Held, tp: Sequence[int], config: dict[str, Any]) -> list[Split
     section = config.get("text_config")
     section = section if isinstance(section, dict) else config
     heads, kv_heads = section.get("num_attention_heads"), section.get("num_key_value_heads")
-    heads = heads if type(heads) is int else None
-    kv_heads = kv_heads if type(kv_heads) is int else heads
+    heads = heads if type(heads) is int and heads > 0 else None
+    kv_heads = kv_heads if type(kv_heads) is int and kv_heads > 0 else heads
     return [
         split for size in tp for split in splits(held.linears, held.format, size, heads, kv_heads)
     ]
