@@ -421,6 +421,20 @@ def test_float_checkpoints_run_and_llama_cpp_wants_them_as_gguf():
     check(row(held, "llama.cpp"), "no", convert="--to gguf")
 
 
+def test_what_the_model_has_no_place_for_weightpath_does_not_run():
+    held = replace(gptq(), no_place=("mtp.0.weight", "mtp.1.weight"))
+    check(row(held, "weightpath"), "no", "no place for mtp.0.weight and 1 more", "no convert helps")
+    check(row(held, "transformers"), "yes")
+
+
+def test_awq_without_its_zeros_is_read_by_vllm_as_whatever_memory_held():
+    held = replace(awq(), no_zeros=("a.b", "a.c"))
+    for device in DEVICES:
+        found = row(held, "vLLM", device)
+        check(found, "wrong", "2 linears, first a.b", convert="--to compressed-tensors")
+        assert found.lossless is True
+
+
 def test_a_gguf_of_floats_alone_is_what_llama_cpp_opens_and_weightpath_does_not_run():
     held = Held("GGUF")
     check(row(held, "llama.cpp"), "yes")
