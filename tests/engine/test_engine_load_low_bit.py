@@ -176,7 +176,7 @@ Edit = Callable[[dict[str, torch.Tensor]], object]
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
         (lambda t: t.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
         (lambda t: t.update({"surplus": torch.zeros(3)}), "surplus"),
-        (lambda t: t.update({f"{Q_PROJ}.bias": torch.zeros(64)}), f"{Q_PROJ}.bias"),
+        (lambda t: t.update({f"{Q_PROJ}.bias": torch.ones(64)}), f"{Q_PROJ}.bias"),
         (lambda t: t.update({f"{Q_PROJ}.weight": torch.zeros(64, 64)}), f"{Q_PROJ}.weight"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(63)}), "model.norm.weight"),
         (lambda t: t.update({f"{Q_PROJ}.weight_scale": torch.zeros(64, 2)}), Q_PROJ),

@@ -102,7 +102,6 @@ def test_reported_a_bias_of_zeros_is_harmless_and_said_so(tmp_path: Path) -> Non
     assert done.exact == LINEARS
 
 
-@pytest.mark.xfail(strict=True, reason="load refuses biases of zeros, which could be left out")
 def test_reported_biases_of_zeros_are_left_out_by_load(tmp_path: Path) -> None:
     """optimum#1827: such files run as if the biases were not there."""
     source = write("gptq-v1", tmp_path / "in")

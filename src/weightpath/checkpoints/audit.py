@@ -8,18 +8,25 @@
     summarise(findings, limit, linears)    lines, alike findings as one
 
 Files that cannot be read safely are refused where they are opened (shards.py, store.py); what the
-readers refuse becomes a finding with finding_of.
+readers refuse becomes a finding with finding_of; require_sound refuses where one is an error.
 """
 
 from __future__ import annotations
 
 from weightpath.checkpoints.audit_files import audit_files
-from weightpath.checkpoints.audit_finding import SEVERITIES, Finding, finding_of, summarise
+from weightpath.checkpoints.audit_finding import (
+    SEVERITIES,
+    Finding,
+    finding_of,
+    require_sound,
+    summarise,
+)
 from weightpath.checkpoints.audit_names import audit_names
 from weightpath.checkpoints.audit_skips import audit_fused, fused_layers
 from weightpath.checkpoints.audit_values import audit_qweight, audit_scales_when_served
 
 __all__ = [
     "SEVERITIES", "Finding", "audit_files", "audit_fused", "audit_names", "audit_qweight",
-    "audit_scales_when_served", "finding_of", "fused_layers", "summarise",
+    "audit_scales_when_served", "finding_of", "fused_layers", "require_sound",
+    "summarise",
 ]  # fmt: skip

@@ -48,6 +48,15 @@ def finding_of(error: BadTensor | BadCheckpoint) -> Finding:
     return Finding("error", name, error.problem, error.mend, "cannot be read", "place")
 
 
+def require_sound(found: Iterable[Finding], where: str) -> None:
+    """BadCheckpoint for the first error among findings, with how many more there are."""
+    errors = [finding for finding in found if finding.severity == "error"]
+    if errors:
+        first = errors[0]
+        more = f" ({len(errors) - 1} more such findings)" if len(errors) > 1 else ""
+        raise BadCheckpoint(where, f"{first.tensor}: {first.problem}{more}", first.mend)
+
+
 def summarise(
     findings: Iterable[Finding], limit: int = 20, linears: int | None = None
 ) -> tuple[str, ...]:

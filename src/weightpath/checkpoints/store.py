@@ -163,7 +163,9 @@ def open_checkpoint(folder_or_file: Path, *, float_only: bool = True) -> Safeten
         method = quantization_method(config, [name for infos in shards.values() for name in infos])
     if method is not None:
         raise BadCheckpoint(
-            str(path), f"is already quantized ({method})", "give the float model it was made from, or convert it: weightpath convert"
+            str(path),
+            f"is already quantized ({method})",
+            "give the float model it was made from, or convert it: weightpath convert",
         )
     return SafetensorsCheckpoint(str(path), config, shards)
 

@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, TextStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TextStreamer,
+)
 
-from weightpath.errors import BadRequest
+from weightpath.errors import BadRequest, CannotRun
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -39,6 +44,19 @@ class _Stream(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
             self.emit(text)
+
+
+class _Finite(LogitsProcessor):
+    """Refuses logits that are NaN or infinite, which decoding would turn into one token over and
+    over."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(torch.isfinite(scores).all()):
+            return scores
+        raise CannotRun(
+            f"logits of token {input_ids.shape[1]} are not finite in {scores.dtype} arithmetic; "
+            "fp16 ends at 65504: load with dtype=torch.bfloat16, or inspect the weights"
+        )
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
@@ -74,7 +92,8 @@ def answer(
 ) -> Answer:
     """Generate a reply to `messages`. temperature 0 is greedy. emit gets text as it is finished.
 
-    BadRequest where the model is no decoder, or has fewer tokens than its tokenizer uses.
+    BadRequest where the model is no decoder, or has fewer tokens than its tokenizer uses;
+    CannotRun for logits that are not finite.
     """
     if not model.can_generate():
         raise BadRequest(f"{type(model).__name__} does not generate text: use a decoder")
@@ -100,6 +119,7 @@ def answer(
             else (ends or [0])[0],
             eos_token_id=ends or None,
             streamer=_Stream(tokenizer, emit) if emit else None,
+            logits_processor=LogitsProcessorList([_Finite()]),
             **options,
         )
     seconds = time.perf_counter() - started

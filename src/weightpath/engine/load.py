@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
-from weightpath.checkpoints.audit import audit_files, audit_qweight, summarise
+from weightpath.checkpoints.audit import (
+    audit_files,
+    audit_qweight,
+    require_sound,
+    summarise,
+)
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.read_linear import ReadLinear
@@ -123,6 +128,10 @@ def load(
     total = len(checkpoint.parts)
     run_as_floats: dict[str, tuple[str, str]] = {}
     findings = list(audit_files(Path(checkpoint.where)))
+    require_sound(findings, checkpoint.where)
+    empty = [name for name in floats if skeleton.empty_bias(linears, name, checkpoint.source.read)]
+    for name in empty:
+        del floats[name]
     for done, name in enumerate(checkpoint.parts, 1):
         if name not in tables:
             bias = _bias(checkpoint, name, linears[name], floats, dtype)
@@ -151,7 +160,7 @@ def load(
     notes = (*checkpoint.notes, *summarise(warned, linears=total))
     model.weightpath = LowBitModel(  # type: ignore[assignment]
         checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
-        run_as_floats, left_out,
+        run_as_floats, (*empty, *left_out),
     )  # fmt: skip
     return model
 

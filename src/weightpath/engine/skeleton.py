@@ -123,6 +123,15 @@ def fill(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], where: str) ->
     return tuple(left_out)
 
 
+def empty_bias(linears: Mapping[str, nn.Linear], name: str, read: Callable[[str], Tensor]) -> bool:
+    """Whether a tensor is a bias of zeros for a linear that has none: AutoGPTQ writes one for every
+    linear. It adds nothing and is left out; one that is not zero is an error where it is placed."""
+    module, _, leaf = name.rpartition(".")
+    if leaf != "bias" or module not in linears or linears[module].bias is not None:
+        return False
+    return not bool(read(name).any())
+
+
 def unused(model: nn.Module, name: str) -> bool:
     """Whether the model's class lists a tensor as one that checkpoints hold and it does not load."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()

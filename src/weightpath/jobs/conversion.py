@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weightpath.checkpoints.audit import Finding, audit_qweight, summarise
+from weightpath.checkpoints.audit import Finding, audit_qweight, require_sound, summarise
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import LowBitCheckpoint
 from weightpath.checkpoints.opened import Outline
@@ -18,7 +18,7 @@ from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.engine.load import model_dtype
 from weightpath.engine.skeleton import recomputed
 from weightpath.errors import BadRequest, BadTensor
-from weightpath.jobs.findings import name_findings, require_sound
+from weightpath.jobs.findings import name_findings
 from weightpath.jobs.folds import Folds, plan_folds
 from weightpath.jobs.scale_folds import fold_scales
 from weightpath.jobs.targets import Choice, cut_groups

@@ -157,7 +157,10 @@ def _without_place(model: PreTrainedModel, low: LowBitCheckpoint) -> tuple[str, 
     floats = [
         name
         for name in low.floats
-        if name not in held and not skeleton.recomputed(name) and not skeleton.unused(model, name)
+        if name not in held
+        and not skeleton.recomputed(name)
+        and not skeleton.unused(model, name)
+        and not skeleton.empty_bias(linears, name, low.source.read)
     ]
     return (*packed, *floats)
 

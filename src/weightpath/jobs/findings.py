@@ -6,7 +6,7 @@ make the model wrong, and keep the warnings as notes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,3 @@ def value_findings(name: str, read: ReadLinear, config: Mapping[str, Any]) -> li
     found = list(audit_qweight(name, read.qweight, read.column_scales))
     found.extend(audit_scales_when_served(name, read.qweight, model_dtype(dict(config))))
     return found
-
-
-def require_sound(found: Iterable[Finding], where: str) -> None:
-    """BadCheckpoint for the first error among findings, with how many more there are."""
-    errors = [finding for finding in found if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        more = f" ({len(errors) - 1} more such findings)" if len(errors) > 1 else ""
-        raise BadCheckpoint(where, f"{first.tensor}: {first.problem}{more}", first.mend)
