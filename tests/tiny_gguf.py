@@ -21,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tiny_checkpoint import build_model
+
 PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -138,6 +140,15 @@ def write_gguf(
         writer.add_tensor(name, values, raw_dtype=kind)
     finish(writer)
     return path
+
+
+def write_tiny_gguf(path: Path) -> Path:
+    """Q8_0 matrices and F32 norms of the verbs' tiny Llama (tiny_checkpoint), with a vocabulary."""
+    model = build_model("llama", vocab_size=len(vocabulary()))
+    tensors = file_tensors(model, "llama")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    blocks = {name: kind for name, values in tensors.items() if values.ndim == 2}
+    return write_gguf(path, model, "llama", tensors, byte_level(), blocks)
 
 
 def byte_letters() -> list[str]:

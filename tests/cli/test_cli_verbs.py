@@ -12,7 +12,7 @@ import pytest
 
 import weightpath
 from tiny_checkpoint import make_checkpoint, read_header
-from tiny_gguf_file import write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
 from weightpath.device.profile import FACTS, from_dict
 from weightpath.version import __version__
 

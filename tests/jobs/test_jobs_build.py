@@ -14,7 +14,7 @@ import torch
 
 import weightpath
 from tiny_checkpoint import build_tokenizer, make_checkpoint
-from tiny_gguf_file import write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
 from weightpath.device.probe import probe
 from weightpath.device.profile import device_class
 from weightpath.errors import BadCheckpoint, BadRequest

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tiny_checkpoint import edit_json, edit_tensors, make_checkpoint
 from tiny_formats import FORMATS, write
-from tiny_gguf_file import write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
 from weightpath.engine.load import load
 from weightpath.errors import BadCheckpoint, WeightpathError
 from weightpath.jobs.convert import convert

@@ -11,7 +11,7 @@ import torch
 
 import weightpath
 from tiny_checkpoint import build_model, edit_tensors, make_checkpoint, read_header, save_model
-from tiny_gguf_file import write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
 from weightpath.errors import BadCheckpoint, WeightpathError
 from weightpath.jobs.inspect import inspect_folder
 

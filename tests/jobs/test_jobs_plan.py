@@ -190,7 +190,7 @@ def test_the_json_form_names_schemes_and_counts_bytes(tiny_llama: Path) -> None:
 
 
 def test_a_gguf_file_is_planned(tmp_path: Path) -> None:
-    from tiny_gguf_file import write_tiny_gguf
+    from tiny_gguf import write_tiny_gguf
 
     made = weightpath.plan(write_tiny_gguf(tmp_path / "m.gguf"), machine())
     assert made.tensors.group_size == 64

@@ -291,7 +291,10 @@ def test_a_width_that_no_group_divides_becomes_int8_and_the_plan_says_so(tmp_pat
     assert all("in_features 40 is no multiple of" in r for r in reasons if "looked up" not in r)
     done = quantize_checkpoint(checkpoint, plan, tmp_path / "low", Recipe("m", "test"))
     account_for(source, tmp_path / "low", done)
-    schemes = {name: outline.scheme.name for name, outline in open_low_bit(tmp_path / "low").linears.items()}
+    schemes = {
+        name: outline.scheme.name
+        for name, outline in open_low_bit(tmp_path / "low").linears.items()
+    }
     assert schemes[Q_PROJ] == "w8"
     assert schemes["model.layers.1.mlp.down_proj"] == "w4g64"
     assert schemes["lm_head"] == "w8"
