@@ -116,16 +116,17 @@ def test_rows_out_of_range_and_unknown_names_are_refused(single: Path) -> None:
 
 def test_reading_maps_the_file_and_adds_no_anonymous_memory(tmp_path: Path) -> None:
     write_config(tmp_path)
-    save_file({"big": torch.ones(8192, 1024)}, tmp_path / "model.safetensors")  # 32 MB
+    # 48 MB: glibc takes what is above 32 MB from the system, never from memory freed before
+    save_file({"big": torch.ones(12288, 1024)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
     checkpoint.read_rows("big", 0, 1)
     before = anonymous_bytes()
     whole = checkpoint.read("big")
-    part = checkpoint.read_rows("big", 100, 8000)
+    part = checkpoint.read_rows("big", 100, 12000)
     assert float(whole[:, ::4].min()) == float(part[:, ::4].max()) == 1.0  # every page is touched
     assert anonymous_bytes() - before < 16 << 20
     copied = whole.clone()  # what a reader that copies would do
-    assert anonymous_bytes() - before >= 32 << 20
+    assert anonymous_bytes() - before >= 48 << 20
     del copied
 
 

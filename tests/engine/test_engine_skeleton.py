@@ -30,6 +30,10 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_built(count:
     assert "depth is" in refusal(vision_config={"depth": count})
 
 
+def test_keys_that_are_no_text_are_passed_over() -> None:
+    skeleton.build(CONFIG | {"id2label": {0: "a", 10**6: "b"}}, torch.float32)
+
+
 @pytest.mark.parametrize("named", [-1, 2**64, {"0": ["LlamaForCausalLM"]}, "LlamaForCausalLM", [3]])
 def test_an_architecture_that_is_no_list_of_names_is_taken_from_the_model_type(named: Any) -> None:
     model = skeleton.build(CONFIG | {"architectures": named}, torch.float32)

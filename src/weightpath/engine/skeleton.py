@@ -65,7 +65,7 @@ def _bounded(config: Mapping[str, Any], where: str) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
             _bounded(value, where)
-        elif _LAYERS.search(key) and isinstance(value, int) and value > MOST_LAYERS:
+        elif isinstance(value, int) and value > MOST_LAYERS and _LAYERS.search(str(key)):
             raise BadCheckpoint(where, f"{key} is {value}, at most {MOST_LAYERS} are built",
                                 "the config is damaged: fetch config.json again")  # fmt: skip
 
