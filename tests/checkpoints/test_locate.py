@@ -19,7 +19,7 @@ from tiny_gguf import tiny_model, write_gguf
 from weightpath.checkpoints import demo
 from weightpath.checkpoints.demo import cache_folder, fetch_demo, is_whole
 from weightpath.checkpoints.gguf import GGUFCheckpoint
-from weightpath.checkpoints.locate import locate, open_model
+from weightpath.checkpoints.locate import locate, place_of, open_model
 from weightpath.checkpoints.store import SafetensorsCheckpoint
 from weightpath.errors import BadCheckpoint, BadRequest
 
@@ -80,7 +80,7 @@ def run_offline(script: str, home: Path) -> str:
 
 def test_a_hub_that_is_not_reachable_gives_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     script = """
-from weightpath.checkpoints.locate import locate
+from weightpath.checkpoints.locate import locate, place_of
 from weightpath.errors import BadRequest
 try:
     locate("some-org/some-model")
@@ -102,9 +102,16 @@ def test_a_model_in_the_hub_cache_is_found_without_a_network(tmp_path: Path) -> 
     (repository / "refs" / "main").write_text(revision)
     (snapshot / "config.json").write_text("{}")
     script = (
-        "from weightpath.checkpoints.locate import locate; print(locate('some-org/some-model'))"
+        "from weightpath.checkpoints.locate import locate, place_of, place_of; "
+        "print(locate('some-org/some-model'), place_of('some-org/some-model'))"
     )
-    assert run_offline(script, tmp_path).strip() == str(snapshot)
+    assert run_offline(script, tmp_path).split() == [str(snapshot)] * 2
+
+
+def test_a_path_that_is_not_there_and_no_hub_id_stays_a_path(tmp_path: Path) -> None:
+    assert place_of(tmp_path / "none") == tmp_path / "none"
+    assert place_of("none") == Path("none")
+    assert place_of(tmp_path) == tmp_path
 
 
 # --- the demo model -------------------------------------------------------------------------------

@@ -53,6 +53,12 @@ def locate(model: str | Path) -> Path:
     )
 
 
+def place_of(model: str | Path) -> Path:
+    """MODEL as a path, fetched where it is not here and spelled like a hub id; else as it is."""
+    path = Path(model).expanduser()
+    return locate(model) if not path.exists() and _HUB_ID.fullmatch(str(model)) else path
+
+
 def open_model(model: str | Path) -> Checkpoint:
     """Locate MODEL and open it as a float checkpoint: safetensors, or a GGUF file directly."""
     path = locate(model)

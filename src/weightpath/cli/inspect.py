@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -25,7 +24,9 @@ SHOWN = 20
 
 
 def command(
-    folder: str = typer.Argument(help="A checkpoint's folder, or a GGUF file."),
+    folder: str = typer.Argument(
+        help="A checkpoint's folder, a GGUF file, or a hub id (org/name)."
+    ),
     tp: str = typer.Option(
         None, "--tp", help="Tensor-parallel sizes to try, such as 2,4,8: what cannot be split."
     ),
@@ -35,11 +36,12 @@ def command(
     """Print what a checkpoint is: format, schemes, measured bits per weight, problems, and which
     runtimes load it, with the conversion that would make it load. Exit code 2 where something in
     it is wrong."""
+    from weightpath.checkpoints.locate import place_of
     from weightpath.jobs.examine import examine
 
     sizes = _sizes(tp)
     with progress_bar() as progress:
-        found = examine(Path(folder), sizes, kernel, progress)
+        found = examine(place_of(folder), sizes, kernel, progress)
     if json:
         emit_json(found.to_dict())
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,7 +20,7 @@ EXAMPLE = 'Example: weightpath run out --prompt "What is the capital of France?"
 
 
 def command(
-    folder: str = typer.Argument(help="A low-bit checkpoint's folder."),
+    folder: str = typer.Argument(help="A low-bit folder of any format, a GGUF file, or a hub id."),
     prompt: str = typer.Option(None, help="What to ask; - reads it from standard input."),
     interactive: bool = typer.Option(
         False, "--interactive", help="Chat until an empty line or end of input."
@@ -44,15 +43,17 @@ def command(
         raise BadRequest("run: give --prompt TEXT or --interactive, one of them")
     if interactive and json:
         raise BadRequest("run: --json prints one answer; use it with --prompt")
+    from weightpath.checkpoints.locate import place_of
     from weightpath.checkpoints.low_bit import open_low_bit
     from weightpath.engine.generate import answer
     from weightpath.engine.load import load, load_tokenizer
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    open_low_bit(Path(folder))
-    tokenizer = load_tokenizer(Path(folder))
+    place = place_of(folder)
+    open_low_bit(place)
+    tokenizer = load_tokenizer(place)
     with progress_bar() as progress:
-        model = load(folder, device, activation_bits=activation_bits, progress=progress)
+        model = load(place, device, activation_bits=activation_bits, progress=progress)
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
     history: list[Message] = [{"role": "system", "content": system}] if system else []
