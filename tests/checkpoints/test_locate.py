@@ -14,12 +14,12 @@ import pytest
 import torch
 from memory_of_process import anonymous_bytes
 from safetensors.torch import save_file
-from tiny_gguf import tiny_model, write_gguf
 
+from tiny_gguf import tiny_model, write_gguf
 from weightpath.checkpoints import demo
 from weightpath.checkpoints.demo import cache_folder, fetch_demo, is_whole
 from weightpath.checkpoints.gguf import GGUFCheckpoint
-from weightpath.checkpoints.locate import locate, place_of, open_model
+from weightpath.checkpoints.locate import locate, open_model, place_of
 from weightpath.checkpoints.store import SafetensorsCheckpoint
 from weightpath.errors import BadCheckpoint, BadRequest
 
