@@ -1,0 +1,43 @@
+#include "memory.hpp"
+
+#include <atomic>
+#include <cstring>
+
+#include "pool.hpp"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+namespace weightpath {
+
+bool advise_huge_pages(void* address, int64_t bytes) {
+#if defined(__linux__)
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(address) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(address) + bytes) / page * page;
+  if (begin >= end) return false;
+  return madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) == 0;
+#else
+  (void)address, (void)bytes;
+  return false;
+#endif
+}
+
+uint64_t read_all(const void* address, int64_t bytes, int threads) {
+  const char* from = static_cast<const char*>(address);
+  std::atomic<uint64_t> total{0};
+  parallel(bytes / 64, threads, [&](int64_t start, int64_t stop) {
+    uint64_t sums[8] = {};
+    for (int64_t line = start; line < stop; ++line) {
+      uint64_t words[8];
+      std::memcpy(words, from + 64 * line, 64);
+      for (int i = 0; i < 8; ++i) sums[i] += words[i];
+    }
+    for (const uint64_t sum : sums) total += sum;
+  });
+  return total;
+}
+
+}  // namespace weightpath
