@@ -15,6 +15,9 @@
 namespace weightpath {
 namespace {
 
+// Bytes between a line and the one fetched with it. Measured: one row of x reads faster without.
+constexpr int64_t AHEAD = 2048;
+
 inline __mmask16 first(int64_t count) {
   return count >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
 }
@@ -107,6 +110,7 @@ template <int BITS, int R, int P, bool PER_GROUP>
 void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
                   const Output& out, int64_t tile_index, int64_t m) {
   constexpr int CHAINS = R * P <= 3 ? 2 : 1;
+  constexpr uint32_t MIDDLE = BITS == 8 ? 128 : 8;
   const int64_t groups = shape.groups(), steps = shape.steps(), padded = shape.padded_group();
   const int64_t stride = shape.row_stride();
   const int8_t* q[P];
@@ -119,7 +123,7 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
 
   for (int64_t g = 0; g < groups; ++g) {
     __m512i t[CHAINS][R][P][2];
-    __m512i zero[2] = {_mm512_set1_epi32(BITS == 8 ? 128 : 8), _mm512_set1_epi32(BITS == 8 ? 128 : 8)};
+    __m512i zero[2];
     if (shape.zeros) {
       if (g % 4 == 0) {
         zero_line = tile;
@@ -135,10 +139,14 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
       for (int p = 0; p < P; ++p) {
-        const __m512i sum = _mm512_set1_epi32(
-            static_cast<int32_t>(0u - static_cast<uint32_t>(a.sums[p][(m + r) * groups + g])));
-        t[0][r][p][0] = _mm512_mullo_epi32(zero[0], sum);
-        t[0][r][p][1] = _mm512_mullo_epi32(zero[1], sum);
+        const uint32_t sum = static_cast<uint32_t>(a.sums[p][(m + r) * groups + g]);
+        if (shape.zeros) {
+          const __m512i minus = _mm512_set1_epi32(static_cast<int32_t>(0u - sum));
+          t[0][r][p][0] = _mm512_mullo_epi32(zero[0], minus);
+          t[0][r][p][1] = _mm512_mullo_epi32(zero[1], minus);
+        } else {
+          t[0][r][p][0] = t[0][r][p][1] = _mm512_set1_epi32(static_cast<int32_t>(0u - MIDDLE * sum));
+        }
         if constexpr (CHAINS == 2) {
           t[1][r][p][0] = t[1][r][p][1] = _mm512_setzero_si512();
         }
@@ -147,6 +155,10 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int64_t step = 0; step < steps; ++step) {
       const __m512i line0 = _mm512_loadu_si512(tile);
       const __m512i line1 = _mm512_loadu_si512(tile + LINE);
+      if constexpr (R * P >= 4) {  // the core no longer runs far enough ahead of its loads
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_T0);
+      }
       tile += 2 * LINE;
       if constexpr (BITS == 4) {
         const __m512i low0 = _mm512_and_si512(line0, nibble);
