@@ -295,6 +295,6 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
 
 }  // namespace
 
-const InstructionSet AVX2 = {"avx2", quantize, product};
+const InstructionSet AVX2 = {"avx2", quantize, product, nullptr};
 
 }  // namespace weightpath

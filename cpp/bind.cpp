@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -86,6 +87,16 @@ NB_MODULE(_cpu, module) {
     const nb::gil_scoped_release released;
     return read_all(pointer<const void>(address), bytes, threads);
   }, "address"_a, "bytes"_a, "threads"_a);
+  module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
+    const InstructionSet& set = choose(wanted);
+    if (!set.burn) return int64_t{0};
+    const nb::gil_scoped_release released;
+    std::atomic<int64_t> products{0};
+    parallel(threads, threads, [&](int64_t start, int64_t stop) {
+      for (int64_t i = start; i < stop; ++i) products += set.burn(rounds);
+    });
+    return products.load();
+  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers alone; 0 if unwritten.");
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
 }

@@ -113,6 +113,6 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
 
 }  // namespace
 
-const InstructionSet SCALAR = {"scalar", quantize, product};
+const InstructionSet SCALAR = {"scalar", quantize, product, nullptr};
 
 }  // namespace weightpath

@@ -59,12 +59,14 @@ struct Output {
 };
 
 // One instruction set. `quantize` fills row m of the activations from x; `product` computes rows
-// [m0, m1) of one tile's columns of y.
+// [m0, m1) of one tile's columns of y. `burn` does int8 products from registers alone, `rounds`
+// times, and returns how many: the peak that many rows are measured against. Null where unwritten.
 struct InstructionSet {
   const char* name;
   void (*quantize)(const void* x, Kind kind, const Shape&, const Activations&, int64_t m);
   void (*product)(const uint8_t* tile, const Shape&, const Activations&, const Output&,
                   int64_t tile_index, int64_t m0, int64_t m1);
+  int64_t (*burn)(int64_t rounds);
 };
 
 extern const InstructionSet SCALAR;
