@@ -281,8 +281,18 @@ int64_t burn(int64_t rounds) {
   return rounds * CHAINS * 64;
 }
 
+uint64_t read(const uint8_t* from, int64_t lines) {
+  __m512i even = _mm512_setzero_si512(), odd = even;
+  for (int64_t line = 0; line + 2 <= lines; line += 2) {
+    even = _mm512_add_epi64(even, _mm512_loadu_si512(from + line * LINE));
+    odd = _mm512_add_epi64(odd, _mm512_loadu_si512(from + (line + 1) * LINE));
+  }
+  if (lines % 2) even = _mm512_add_epi64(even, _mm512_loadu_si512(from + (lines - 1) * LINE));
+  return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)));
+}
+
 }  // namespace
 
-const InstructionSet AVX512_VNNI = {"avx512-vnni", quantize, product, burn};
+const InstructionSet AVX512_VNNI = {"avx512-vnni", quantize, product, burn, read};
 
 }  // namespace weightpath

@@ -84,8 +84,9 @@ NB_MODULE(_cpu, module) {
     return advise_huge_pages(pointer<void>(address), bytes);
   }, "address"_a, "bytes"_a);
   module.def("read_all", [](uintptr_t address, int64_t bytes, int threads) {
+    const InstructionSet& set = choose("");
     const nb::gil_scoped_release released;
-    return read_all(pointer<const void>(address), bytes, threads);
+    return read_all(set, pointer<const void>(address), bytes, threads);
   }, "address"_a, "bytes"_a, "threads"_a);
   module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
     const InstructionSet& set = choose(wanted);
