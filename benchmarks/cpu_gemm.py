@@ -9,6 +9,7 @@ run, in turns: read bandwidth over memory of the same kind, the int8 peak from r
 package's W4A8, W4A8 with a scale a group, W4A16, W8A8 and W8A16, torch's 4-bit operator and its
 bf16 linear, each with its median, lowest and highest round.
 
+With several threads run it under GOMP_SPINCOUNT=10000, or torch's own threads spin on beside ours.
 With one thread the clock is that thread's CPU time, so that a neighbour on the core costs nothing
 (on the memory it still does); with more it is the wall's. --write keeps the result in
 benchmarks/results/.
@@ -55,8 +56,10 @@ def rotated(make: Callable[[], Any], bytes_each: int, bytes_wanted: int) -> Call
 
 
 def a_memory(bytes_wanted: int) -> Tensor:
-    """Memory as the packed weights have it: huge pages asked for, touched once."""
-    memory = torch.empty(bytes_wanted, dtype=torch.uint8)
+    """Memory in huge pages where the system gives them, from a boundary of 2 MiB, touched once."""
+    page = 2 << 20
+    memory = torch.empty(bytes_wanted + page, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % page :][:bytes_wanted]
     cpu.extension().advise_huge_pages(memory.data_ptr(), memory.numel())
     return memory.fill_(1)
 
@@ -103,11 +106,12 @@ def weight_bytes(name: str, n: int, k: int, group_size: int) -> float:
     return n * k / 2 + scale_bytes * n * k / group_size
 
 
-def measure(arguments: argparse.Namespace, n: int, k: int, group_size: int, m: int) -> list[dict]:
+def measure(
+    arguments: argparse.Namespace, memory: Tensor, n: int, k: int, group_size: int, m: int
+) -> list[dict[str, Any]]:
     """Rows of the table for one shape."""
     threads = torch.get_num_threads()
     module = cpu.extension()
-    memory = a_memory(arguments.past)
     calls = products(n, k, group_size, m, arguments.past)
     if m == 1:
         calls["read"] = lambda: module.read_all(memory.data_ptr(), memory.numel(), threads)
@@ -180,9 +184,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    arguments.past = (
-        max(128 << 20, 4 * probe().l3_cache) if hasattr(probe(), "l3_cache") else 128 << 20
-    )
+    arguments.past = max(128 << 20, 4 * probe().l3_cache)
+    memory = a_memory(arguments.past)
     print(
         f"instruction set {cpu.chosen_instruction_set()}, {arguments.threads} threads, torch "
         f"{torch.__version__}, load {os.getloadavg()[0]:.1f} before"
@@ -193,7 +196,7 @@ def main() -> None:
             continue
         for group_size in GROUP_SIZES:
             for m in (int(m) for m in arguments.rows.split(",")):
-                for row in measure(arguments, n, k, group_size, m):
+                for row in measure(arguments, memory, n, k, group_size, m):
                     show(row)
                     rows.append(row)
     body = {

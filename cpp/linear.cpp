@@ -12,8 +12,7 @@ namespace weightpath {
 namespace {
 
 constexpr int64_t PANEL_BYTES = 384 << 10;
-constexpr int64_t PANEL_STEP = 12;            // whole blocks of 6 rows and of 4
-constexpr int64_t QUANTIZE_ALONE = 1 << 16;   // activations below which threads only cost
+constexpr int64_t QUANTIZE_ALONE = 1 << 16;  // activations below which threads only cost
 
 // The activations' memory, one a calling thread, kept between calls.
 struct Scratch {
@@ -59,13 +58,16 @@ bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed
     for (int64_t row = start; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
   });
 
-  int64_t panel = PANEL_BYTES / (planes * shape.row_stride()) / PANEL_STEP * PANEL_STEP;
-  if (panel < PANEL_STEP) panel = PANEL_STEP;
-  const int64_t panels = (m + panel - 1) / panel, tiles = shape.tiles();
+  // Panels of whole blocks, as even as they go: threads get equal counts of panels x tiles.
+  const int64_t block = planes == 2 ? 4 : 6, blocks = (m + block - 1) / block;
+  int64_t most = PANEL_BYTES / (planes * shape.row_stride() * block);
+  if (most < 1) most = 1;
+  const int64_t panels = (blocks + most - 1) / most, tiles = shape.tiles();
   parallel(panels * tiles, threads, [&](int64_t start, int64_t stop) {
     for (int64_t item = start; item < stop; ++item) {
-      const int64_t tile = item % tiles, m0 = item / tiles * panel;
-      const int64_t m1 = m0 + panel < m ? m0 + panel : m;
+      const int64_t tile = item % tiles, panel = item / tiles;
+      const int64_t m0 = blocks * panel / panels * block;
+      const int64_t end = blocks * (panel + 1) / panels * block, m1 = end < m ? end : m;
       set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
     }
   });
