@@ -55,15 +55,6 @@ def rotated(make: Callable[[], Any], bytes_each: int, bytes_wanted: int) -> Call
     return following
 
 
-def a_memory(bytes_wanted: int) -> Tensor:
-    """Memory in huge pages where the system gives them, from a boundary of 2 MiB, touched once."""
-    page = 2 << 20
-    memory = torch.empty(bytes_wanted + page, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % page :][:bytes_wanted]
-    cpu.extension().advise_huge_pages(memory.data_ptr(), memory.numel())
-    return memory.fill_(1)
-
-
 def products(n: int, k: int, group_size: int, m: int, past: int) -> dict[str, Callable[[], Any]]:
     """Everything that is compared at one shape: name to a call."""
     draw = torch.Generator().manual_seed(0)
@@ -185,7 +176,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     arguments.past = max(128 << 20, 4 * probe().l3_cache)
-    memory = a_memory(arguments.past)
+    memory = cpu.fresh_memory(arguments.past).fill_(1)
     print(
         f"instruction set {cpu.chosen_instruction_set()}, {arguments.threads} threads, torch "
         f"{torch.__version__}, load {os.getloadavg()[0]:.1f} before"
