@@ -1,5 +1,5 @@
-// The surface of weightpath._cpu. Tensors arrive as addresses with shapes and kinds: what they mean,
-// and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
+// The surface of weightpath._cpu. Tensors arrive as addresses with shapes and kinds: what they
+// mean, and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -97,7 +97,7 @@ NB_MODULE(_cpu, module) {
       for (int64_t i = start; i < stop; ++i) products += set.burn(rounds);
     });
     return products.load();
-  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers alone; 0 if unwritten.");
+  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers; 0 if unwritten.");
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
 }

@@ -11,7 +11,8 @@ namespace weightpath {
 // False where the system has no such request or declines.
 bool advise_huge_pages(void* address, int64_t bytes);
 
-// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads alive.
+// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads
+// alive.
 uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads);
 
 }  // namespace weightpath
