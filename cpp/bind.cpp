@@ -1,0 +1,103 @@
+// The surface of weightpath._cpu. Tensors arrive as addresses with shapes and kinds: what they
+// mean, and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpuid.hpp"
+#include "dispatch.hpp"
+#include "linear.hpp"
+#include "memory.hpp"
+#include "pack.hpp"
+#include "pool.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace weightpath;
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Shape shape_of(int bits, int64_t n, int64_t k, int64_t group, bool zeros, int scales) {
+  return {bits, n, k, group, zeros, static_cast<Kind>(scales)};
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  module.doc() = "Products of low-bit weights on the CPU; used through weightpath.kernels.cpu.";
+
+  module.def("instruction_sets", [] {
+    std::vector<std::tuple<std::string, std::string>> all;
+    for (const Candidate& one : candidates()) all.emplace_back(one.name, one.refusal);
+    return all;
+  }, "(name, why it cannot run or '') of every instruction set, fastest first.");
+  module.def("chosen", [](const std::string& wanted) { return std::string(choose(wanted).name); },
+             "wanted"_a, "The name that runs: the fastest, or `wanted`; ValueError says why not.");
+  module.def("amx_refusal", [] { return features().amx_refusal; });
+
+  module.def("packed_bytes", [](int bits, int64_t n, int64_t k, int64_t group, bool zeros,
+                                int scales) {
+    const Shape shape = shape_of(bits, n, k, group, zeros, scales);
+    return shape.tiles() * shape.tile_bytes();
+  }, "bits"_a, "n"_a, "k"_a, "group"_a, "zeros"_a, "scales"_a);
+
+  module.def("pack", [](int bits, int64_t n, int64_t k, int64_t group, bool has_zeros, int kind,
+                        uintptr_t codes, int source, uintptr_t scales, uintptr_t zeros,
+                        uintptr_t packed, int threads) {
+    const Shape shape = shape_of(bits, n, k, group, has_zeros, kind);
+    const nb::gil_scoped_release released;
+    pack(shape, pointer<const void>(codes), static_cast<Codes>(source),
+         pointer<const void>(scales), pointer<const uint8_t>(zeros), pointer<uint8_t>(packed),
+         threads);
+  });
+
+  module.def("linear", [](const std::string& wanted, int bits, int64_t n, int64_t k, int64_t group,
+                          bool zeros, int scales, uintptr_t packed, uintptr_t x, int x_kind,
+                          int64_t m, int planes, bool per_group, uintptr_t y, int y_kind,
+                          uintptr_t bias, int bias_kind, int threads) {
+    const InstructionSet& set = choose(wanted);
+    const Shape shape = shape_of(bits, n, k, group, zeros, scales);
+    const Output out{pointer<void>(y), static_cast<Kind>(y_kind), pointer<const void>(bias),
+                     static_cast<Kind>(bias_kind)};
+    bool done;
+    {
+      const nb::gil_scoped_release released;
+      done = linear(set, shape, pointer<const uint8_t>(packed), pointer<const void>(x),
+                    static_cast<Kind>(x_kind), m, planes, per_group, out, threads);
+    }
+    if (!done) throw std::bad_alloc();
+  });
+
+  module.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
+    return advise_huge_pages(pointer<void>(address), bytes);
+  }, "address"_a, "bytes"_a);
+  module.def("read_all", [](uintptr_t address, int64_t bytes, int threads) {
+    const InstructionSet& set = choose("");
+    const nb::gil_scoped_release released;
+    return read_all(set, pointer<const void>(address), bytes, threads);
+  }, "address"_a, "bytes"_a, "threads"_a);
+  module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
+    const InstructionSet& set = choose(wanted);
+    if (!set.burn) return int64_t{0};
+    const nb::gil_scoped_release released;
+    std::atomic<int64_t> products{0};
+    parallel(threads, threads, [&](int64_t start, int64_t stop) {
+      for (int64_t i = start; i < stop; ++i) products += set.burn(rounds);
+    });
+    return products.load();
+  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers; 0 if unwritten.");
+  module.def("set_pinning", &set_pinning, "pinned"_a);
+  module.def("workers", &workers);
+}

@@ -1,0 +1,59 @@
+#include "dispatch.hpp"
+
+#include <stdexcept>
+
+#include "cpuid.hpp"
+
+namespace weightpath {
+namespace {
+
+[[maybe_unused]] constexpr const char* NOT_COMPILED =
+    "not in this build: the compiler lacks it, or the processor is of another family";
+
+Candidate avx512_vnni() {
+#ifdef WEIGHTPATH_AVX512_VNNI
+  const Features& cpu = features();
+  if (!cpu.avx512) return {"avx512-vnni", nullptr, "the CPU has no AVX-512 (F, BW, VL, DQ)"};
+  if (!cpu.avx512_vnni) return {"avx512-vnni", nullptr, "the CPU has AVX-512 without VNNI"};
+  if (!cpu.os_avx512) {
+    return {"avx512-vnni", nullptr, "the operating system does not save AVX-512 registers"};
+  }
+  return {"avx512-vnni", &AVX512_VNNI, ""};
+#else
+  return {"avx512-vnni", nullptr, NOT_COMPILED};
+#endif
+}
+
+Candidate avx2() {
+#ifdef WEIGHTPATH_AVX2
+  const Features& cpu = features();
+  if (!cpu.avx2 || !cpu.fma || !cpu.f16c) {
+    return {"avx2", nullptr, "the CPU has no AVX2 with FMA and F16C"};
+  }
+  if (!cpu.os_avx) return {"avx2", nullptr, "the operating system does not save AVX registers"};
+  return {"avx2", &AVX2, ""};
+#else
+  return {"avx2", nullptr, NOT_COMPILED};
+#endif
+}
+
+}  // namespace
+
+const std::vector<Candidate>& candidates() {
+  static const std::vector<Candidate> all = {avx512_vnni(), avx2(), {"scalar", &SCALAR, ""}};
+  return all;
+}
+
+const InstructionSet& choose(const std::string& name) {
+  std::string known;
+  for (const Candidate& candidate : candidates()) {
+    if (name.empty() ? candidate.use != nullptr : name == candidate.name) {
+      if (candidate.use) return *candidate.use;
+      throw std::invalid_argument(name + ": " + candidate.refusal);
+    }
+    known += (known.empty() ? "" : ", ") + std::string(candidate.name);
+  }
+  throw std::invalid_argument("instruction set '" + name + "': unknown; there are " + known);
+}
+
+}  // namespace weightpath

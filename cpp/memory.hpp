@@ -1,0 +1,18 @@
+// Huge pages, and the read bandwidth that products of few rows are measured against.
+#pragma once
+
+#include <cstdint>
+
+#include "tiles.hpp"
+
+namespace weightpath {
+
+// Asks the system to back [address, address + bytes) by huge pages, before it is first touched.
+// False where the system has no such request or declines.
+bool advise_huge_pages(void* address, int64_t bytes);
+
+// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads
+// alive.
+uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads);
+
+}  // namespace weightpath
