@@ -17,6 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_of_process import anonymous_bytes
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from tiny_gguf import (
     byte_level,
     file_tensors,
@@ -27,10 +31,6 @@ from tiny_gguf import (
     write_gguf,
     writer_of,
 )
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from weightpath.checkpoints.gguf import GGUFCheckpoint, gguf_to_checkpoint
 from weightpath.checkpoints.gguf_config import generation_config
 from weightpath.checkpoints.gguf_file import read_gguf

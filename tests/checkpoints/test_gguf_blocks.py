@@ -13,8 +13,8 @@ import torch
 from block_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import file_tensors, interleave, tiny_model, write_gguf
 
+from tiny_gguf import file_tensors, interleave, tiny_model, write_gguf
 from weightpath.checkpoints import gguf_blocks
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.gguf_blocks import (
