@@ -235,7 +235,8 @@ def test_other_fields_hold_the_same_weights_bit_for_bit_or_none_are_given(
     if found is not None:
         assert found[0].check("a").scheme == wanted
         assert torch.equal(found[0].dequantize(), qweight.dequantize())
-        assert bool(found[1]) == (wanted != qweight.scheme and not (old == new and to_size != size))
+        same = (bits, symmetric, old) == (to_bits, to_symmetric, new)
+        assert bool(found[1]) != same
 
 
 def test_zero_points_at_the_midpoint_are_left_out_and_others_never() -> None:
