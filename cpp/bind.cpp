@@ -42,8 +42,10 @@ NB_MODULE(_cpu, module) {
     for (const Candidate& one : candidates()) all.emplace_back(one.name, one.refusal);
     return all;
   }, "(name, why it cannot run or '') of every instruction set, fastest first.");
-  module.def("chosen", [](const std::string& wanted) { return std::string(choose(wanted).name); },
-             "wanted"_a, "The name that runs: the fastest, or `wanted`; ValueError says why not.");
+  module.def("chosen", [](const std::string& wanted, int64_t rows) {
+    return std::string(choose(wanted, rows).name);
+  }, "wanted"_a, "rows"_a,
+             "The name that runs: the fastest for so many rows, or `wanted`; ValueError says why not.");
   module.def("amx_refusal", [] { return features().amx_refusal; });
 
   module.def("packed_bytes", [](int bits, int64_t n, int64_t k, int64_t group, bool zeros,
@@ -66,7 +68,7 @@ NB_MODULE(_cpu, module) {
                           bool zeros, int scales, uintptr_t packed, uintptr_t x, int x_kind,
                           int64_t m, int planes, bool per_group, uintptr_t y, int y_kind,
                           uintptr_t bias, int bias_kind, int threads) {
-    const InstructionSet& set = choose(wanted);
+    const InstructionSet& set = choose(wanted, m);
     const Shape shape = shape_of(bits, n, k, group, zeros, scales);
     const Output out{pointer<void>(y), static_cast<Kind>(y_kind), pointer<const void>(bias),
                      static_cast<Kind>(bias_kind)};

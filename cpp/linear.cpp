@@ -4,8 +4,7 @@
 
 #include "linear.hpp"
 
-#include <cstdlib>
-
+#include "memory.hpp"
 #include "pool.hpp"
 
 namespace weightpath {
@@ -13,28 +12,32 @@ namespace {
 
 constexpr int64_t PANEL_BYTES = 384 << 10;
 constexpr int64_t PANEL_STEP = 12;            // whole blocks of 6 rows and of 4
+constexpr int64_t LONG_PANEL = 512, SHORT_PANEL = 128;  // rows, for sets with `products`
+constexpr int64_t SHARES = 4;                 // pieces of work a thread, if short panels give them
 constexpr int64_t QUANTIZE_ALONE = 1 << 16;   // activations below which threads only cost
 
 // The activations' memory, one a calling thread, kept between calls.
-struct Scratch {
-  void* memory = nullptr;
-  int64_t bytes = 0;
-  ~Scratch() { std::free(memory); }
-
-  char* at_least(int64_t wanted) {
-    if (wanted > bytes) {
-      std::free(memory);
-      bytes = (wanted + 4095) / 4096 * 4096;
-      memory = std::aligned_alloc(64, static_cast<size_t>(bytes));
-      if (!memory) bytes = 0;
-    }
-    return static_cast<char*>(memory);
-  }
-};
-
 thread_local Scratch scratch;
 
 int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+// The same for sets that take a run of tiles at once and unpack each once a panel.
+void products(const InstructionSet& set, const Shape& shape, const uint8_t* packed,
+              const Activations& a, const Output& out, int threads) {
+  const int64_t tiles = shape.tiles();
+  int64_t panel = LONG_PANEL;
+  while (panel > SHORT_PANEL && (a.rows + panel - 1) / panel * tiles < SHARES * threads) panel /= 2;
+  const int64_t panels = (a.rows + panel - 1) / panel;
+  parallel(panels * tiles, threads, [&](int64_t start, int64_t stop) {
+    while (start < stop) {
+      const int64_t tile = start % tiles, m0 = start / tiles * panel;
+      const int64_t m1 = m0 + panel < a.rows ? m0 + panel : a.rows;
+      const int64_t end = tile + stop - start < tiles ? tile + stop - start : tiles;
+      set.products(packed, shape, a, out, tile, end, m0, m1);
+      start += end - tile;
+    }
+  });
+}
 
 }  // namespace
 
@@ -59,6 +62,10 @@ bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed
     for (int64_t row = start; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
   });
 
+  if (set.products) {
+    products(set, shape, packed, a, out, threads);
+    return true;
+  }
   int64_t panel = PANEL_BYTES / (planes * shape.row_stride()) / PANEL_STEP * PANEL_STEP;
   if (panel < PANEL_STEP) panel = PANEL_STEP;
   const int64_t panels = (m + panel - 1) / panel, tiles = shape.tiles();

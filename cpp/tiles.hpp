@@ -58,13 +58,17 @@ struct Output {
   Kind bias_kind;
 };
 
-// One instruction set. `quantize` fills row m of the activations from x; `product` computes rows
-// [m0, m1) of one tile's columns of y.
+// One instruction set. `quantize` fills row m of the activations from x. Rows [m0, m1) of y come
+// from `product`, one tile's columns a call, or from `products`, the columns of tiles
+// [tile0, tile1) of the packed weight; one of the two is null.
 struct InstructionSet {
   const char* name;
   void (*quantize)(const void* x, Kind kind, const Shape&, const Activations&, int64_t m);
   void (*product)(const uint8_t* tile, const Shape&, const Activations&, const Output&,
                   int64_t tile_index, int64_t m0, int64_t m1);
+  void (*products)(const uint8_t* packed, const Shape&, const Activations&, const Output&,
+                   int64_t tile0, int64_t tile1, int64_t m0, int64_t m1) = nullptr;
+  int64_t fewest_rows = 1;  // rows of x from which it is picked; fewer get it by name only
 };
 
 extern const InstructionSet SCALAR;
@@ -73,6 +77,9 @@ extern const InstructionSet AVX2;
 #endif
 #ifdef WEIGHTPATH_AVX512_VNNI
 extern const InstructionSet AVX512_VNNI;
+#endif
+#ifdef WEIGHTPATH_AMX
+extern const InstructionSet AMX_INT8;
 #endif
 
 }  // namespace weightpath
