@@ -293,8 +293,20 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
   blocks(tile, shape, a, out, tile_index, m0, m1);
 }
 
+uint64_t read(const uint8_t* from, int64_t lines) {
+  uint64_t sums[8] = {};
+  for (int64_t line = 0; line < lines; ++line) {
+    uint64_t words[8];
+    std::memcpy(words, from + line * LINE, LINE);
+    for (int i = 0; i < 8; ++i) sums[i] += words[i];
+  }
+  uint64_t total = 0;
+  for (const uint64_t sum : sums) total += sum;
+  return total;
+}
+
 }  // namespace
 
-const InstructionSet AVX2 = {"avx2", quantize, product};
+const InstructionSet AVX2 = {"avx2", quantize, product, nullptr, read};
 
 }  // namespace weightpath

@@ -229,8 +229,35 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
   blocks(tile, shape, a, out, tile_index, m0, m1);
 }
 
+// 64 products an instruction, 12 independent chains: more than latency times throughput.
+int64_t burn(int64_t rounds) {
+  constexpr int CHAINS = 12;
+  __m512i sums[CHAINS];
+#pragma GCC unroll 12
+  for (int c = 0; c < CHAINS; ++c) sums[c] = _mm512_set1_epi32(c);
+  __m512i codes = _mm512_set1_epi8(3), x = _mm512_set1_epi8(-5);
+  for (int64_t round = 0; round < rounds; ++round) {
+    __asm__ volatile("" : "+v"(codes), "+v"(x));  // or the compiler would take products out
+#pragma GCC unroll 12
+    for (int c = 0; c < CHAINS; ++c) sums[c] = _mm512_dpbusd_epi32(sums[c], codes, x);
+  }
+#pragma GCC unroll 12
+  for (int c = 0; c < CHAINS; ++c) __asm__ volatile("" : : "v"(sums[c]));
+  return rounds * CHAINS * 64;
+}
+
+uint64_t read(const uint8_t* from, int64_t lines) {
+  __m512i even = _mm512_setzero_si512(), odd = even;
+  for (int64_t line = 0; line + 2 <= lines; line += 2) {
+    even = _mm512_add_epi64(even, _mm512_loadu_si512(from + line * LINE));
+    odd = _mm512_add_epi64(odd, _mm512_loadu_si512(from + (line + 1) * LINE));
+  }
+  if (lines % 2) even = _mm512_add_epi64(even, _mm512_loadu_si512(from + (lines - 1) * LINE));
+  return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even, odd)));
+}
+
 }  // namespace
 
-const InstructionSet AVX512_VNNI = {"avx512-vnni", quantize, product};
+const InstructionSet AVX512_VNNI = {"avx512-vnni", quantize, product, burn, read};
 
 }  // namespace weightpath

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -27,6 +28,9 @@ template <typename T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
+
+// Rows of x for which the peak is asked: the set of the longest products.
+constexpr int64_t MANY_ROWS = 1 << 20;
 
 Shape shape_of(int bits, int64_t n, int64_t k, int64_t group, bool zeros, int scales) {
   return {bits, n, k, group, zeros, static_cast<Kind>(scales)};
@@ -85,9 +89,20 @@ NB_MODULE(_cpu, module) {
     return advise_huge_pages(pointer<void>(address), bytes);
   }, "address"_a, "bytes"_a);
   module.def("read_all", [](uintptr_t address, int64_t bytes, int threads) {
+    const InstructionSet& set = choose("", 1);
     const nb::gil_scoped_release released;
-    return read_all(pointer<const void>(address), bytes, threads);
+    return read_all(set, pointer<const void>(address), bytes, threads);
   }, "address"_a, "bytes"_a, "threads"_a);
+  module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
+    const InstructionSet& set = choose(wanted, MANY_ROWS);
+    if (!set.burn) return int64_t{0};
+    const nb::gil_scoped_release released;
+    std::atomic<int64_t> products{0};
+    parallel(threads, threads, [&](int64_t start, int64_t stop) {
+      for (int64_t i = start; i < stop; ++i) products += set.burn(rounds);
+    });
+    return products.load();
+  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers alone; 0 if unwritten.");
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
 }

@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 
 #include "pool.hpp"
 
@@ -45,17 +44,11 @@ char* Scratch::at_least(int64_t wanted) {
   return static_cast<char*>(memory);
 }
 
-uint64_t read_all(const void* address, int64_t bytes, int threads) {
-  const char* from = static_cast<const char*>(address);
+uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads) {
+  const uint8_t* from = static_cast<const uint8_t*>(address);
   std::atomic<uint64_t> total{0};
-  parallel(bytes / 64, threads, [&](int64_t start, int64_t stop) {
-    uint64_t sums[8] = {};
-    for (int64_t line = start; line < stop; ++line) {
-      uint64_t words[8];
-      std::memcpy(words, from + 64 * line, 64);
-      for (int i = 0; i < 8; ++i) sums[i] += words[i];
-    }
-    for (const uint64_t sum : sums) total += sum;
+  parallel(bytes / LINE, threads, [&](int64_t start, int64_t stop) {
+    total += set.read(from + start * LINE, stop - start);
   });
   return total;
 }

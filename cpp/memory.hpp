@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "tiles.hpp"
+
 namespace weightpath {
 
 // Asks the system to back [address, address + bytes) by huge pages, before it is first touched.
@@ -19,7 +21,7 @@ struct Scratch {
   char* at_least(int64_t wanted);
 };
 
-// Reads every byte once, `threads` contiguous ranges at once. The result keeps the reads alive.
-uint64_t read_all(const void* address, int64_t bytes, int threads);
+// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads alive.
+uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads);
 
 }  // namespace weightpath

@@ -111,8 +111,20 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
   }
 }
 
+uint64_t read(const uint8_t* from, int64_t lines) {
+  uint64_t sums[8] = {};
+  for (int64_t line = 0; line < lines; ++line) {
+    uint64_t words[8];
+    std::memcpy(words, from + line * LINE, LINE);
+    for (int i = 0; i < 8; ++i) sums[i] += words[i];
+  }
+  uint64_t total = 0;
+  for (const uint64_t sum : sums) total += sum;
+  return total;
+}
+
 }  // namespace
 
-const InstructionSet SCALAR = {"scalar", quantize, product};
+const InstructionSet SCALAR = {"scalar", quantize, product, nullptr, read};
 
 }  // namespace weightpath

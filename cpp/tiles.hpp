@@ -61,11 +61,16 @@ struct Output {
 // One instruction set. `quantize` fills row m of the activations from x. Rows [m0, m1) of y come
 // from `product`, one tile's columns a call, or from `products`, the columns of tiles
 // [tile0, tile1) of the packed weight; one of the two is null.
+// `burn` does int8 products from registers alone, `rounds` times, and returns how many: the peak
+// that many rows are measured against. Null where unwritten.
 struct InstructionSet {
   const char* name;
   void (*quantize)(const void* x, Kind kind, const Shape&, const Activations&, int64_t m);
   void (*product)(const uint8_t* tile, const Shape&, const Activations&, const Output&,
                   int64_t tile_index, int64_t m0, int64_t m1);
+  int64_t (*burn)(int64_t rounds);
+  // Sum of all 8-byte words of `lines` lines: the read bandwidth that few rows are measured against.
+  uint64_t (*read)(const uint8_t* from, int64_t lines);
   void (*products)(const uint8_t* packed, const Shape&, const Activations&, const Output&,
                    int64_t tile0, int64_t tile1, int64_t m0, int64_t m1) = nullptr;
   int64_t fewest_rows = 1;  // rows of x from which it is picked; fewer get it by name only

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.layouts.cpu_tiles import KINDS, CpuTiles, checked, group_columns
@@ -148,7 +149,7 @@ def linear(
     """
     if activation_bits not in (8, 16):
         raise BadRequest(f"{activation_bits}-bit activations; use 8 or 16")
-    return torch.ops.weightpath.cpu_linear(
+    arguments = (
         x,
         weight.packed,
         bias,
@@ -163,10 +164,23 @@ def linear(
         x.dtype if out is None else out,
         instruction_set,
     )
+    return torch.ops.weightpath.cpu_linear(*arguments) if _traced(x) else _multiply(*arguments)
 
 
-@torch.library.custom_op("weightpath::cpu_linear", mutates_args=(), device_types="cpu")
-def _cpu_linear(
+def _traced(x: Tensor) -> bool:
+    """Whether anything but the result is wanted of the operator: a graph, a fake, a gradient.
+
+    Else it is called past the dispatcher, which costs more than a small product (19 us against 4).
+    """
+    return (
+        type(x) is not Tensor
+        or (x.requires_grad and torch.is_grad_enabled())
+        or torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+    )
+
+
+def _multiply(
     x: Tensor,
     packed: Tensor,
     bias: Tensor | None,
@@ -220,6 +234,11 @@ def _cpu_linear(
     except ValueError as refused:
         raise CannotRun(str(refused)) from refused
     return y
+
+
+_cpu_linear = torch.library.custom_op(
+    "weightpath::cpu_linear", _multiply, mutates_args=(), device_types="cpu"
+)
 
 
 @_cpu_linear.register_fake
