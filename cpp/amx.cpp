@@ -14,8 +14,8 @@
 // A slice of a packed tile's groups, about 16 KiB of int8, is unpacked into the L1 cache and meets
 // all rows of the panel; partial results [rows, 32] wait in the L2 cache as fp32. Where the panel's
 // activations overflow the L2 cache, a few packed tiles take each slice of them in turn.
-// After a group its C tiles are stored and scaled in vector registers, while the next group's
-// products run (Intel's optimization manual, "Intel AMX": interleave post-processing).
+// After a group its C tiles are stored, and scaled in vector registers a few rows after each of the
+// next group's products (Intel's optimization manual, "Intel AMX": interleave post-processing).
 
 #include "amx_tiles.hpp"
 #include "avx512.hpp"
@@ -28,8 +28,8 @@ namespace {
 constexpr int64_t DEPTH = 64, TILE = 16;           // columns of a product; rows and outputs
 constexpr int64_t CHUNK = 2 * TILE * DEPTH;        // bytes of two B tiles
 constexpr int64_t SLICE_CHUNKS = 8;
-constexpr int64_t RESIDENT_BYTES = 768 << 10;      // activations that stay in the L2 cache
-constexpr int64_t MOST_TILES = 8;                  // packed tiles that share a slice of them
+constexpr int64_t RESIDENT_BYTES = 1280 << 10;      // activations that stay in the L2 cache
+constexpr int64_t MOST_TILES = 4;                  // packed tiles that share a slice of them
 
 thread_local Scratch scratch;
 
@@ -104,19 +104,20 @@ void unpack(const uint8_t* tile, int64_t ahead, const Shape& shape, int64_t g0, 
 
 // C tiles that were stored and wait to be scaled.
 struct Stored {
-  const int32_t* sums;   // [2 * 16, 32]; in two planes the low one's begin at row 16
-  const float* scales;   // [32]
-  const float* x_scales; // of the first row and this group; the next row's are nG further
-  float* y;              // [rows, 32]
-  int64_t rows;
+  const int32_t* sums;    // [2 * 16, 32]; in two planes the low one's begin at row 16
+  const float* scales;    // [32]
+  const float* x_scales;  // of the first row and this group; the next row's are nG further
+  float* y;               // [rows, 32]
+  int64_t rows, done;     // rows that are scaled already
 };
 
+// The next `count` rows of it, or what is left.
 template <int P, bool PER_GROUP>
-void scale_sums(const Stored& c, int64_t groups) {
-  if (c.rows == 0) return;  // nothing was stored yet
+inline void scale_sums(Stored& c, int64_t groups, int64_t count) {
+  const int64_t stop = c.done + count < c.rows ? c.done + count : c.rows;
+  if (c.done >= stop) return;
   const __m512 scale[2] = {_mm512_load_ps(c.scales), _mm512_load_ps(c.scales + TILE)};
-#pragma GCC unroll 4
-  for (int64_t r = 0; r < c.rows; ++r) {
+  for (int64_t r = c.done; r < stop; ++r) {
 #pragma GCC unroll 2
     for (int64_t h = 0; h < 2; ++h) {
       const int64_t at = r * TILE_ROWS + h * TILE;
@@ -131,6 +132,7 @@ void scale_sums(const Stored& c, int64_t groups) {
       _mm512_store_ps(c.y + at, _mm512_fmadd_ps(exact, scale[h], _mm512_load_ps(c.y + at)));
     }
   }
+  c.done = stop;
 }
 
 // Tiles 0..3 are C (outputs 0..15 and 16..31 of A's first tile, then of its second), 4 and 5 are A,
@@ -153,11 +155,9 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
                     int64_t g1, int64_t m0, int64_t m1, float* y, int32_t* sums,
                     int64_t& configured) {
   constexpr int64_t BLOCK = P == 2 ? TILE : 2 * TILE;
-  constexpr int64_t SUMS = 2 * TILE * TILE_ROWS;
   const int64_t groups = shape.groups(), padded = shape.padded_group();
   const int64_t chunks = (padded + DEPTH - 1) / DEPTH, stride = shape.row_stride();
   Stored stored{};
-  int64_t turn = 0;
   for (int64_t m = m0; m < m1; m += BLOCK) {
     const int64_t rows = m1 - m < BLOCK ? m1 - m : BLOCK;
     const int64_t upper = rows < TILE ? rows : TILE;
@@ -166,7 +166,9 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
       configure_tiles(config_of(upper, lower ? lower : upper));
       configured = rows;
     }
-    for (int64_t g = g0; g < g1; ++g, turn ^= 1) {
+    // Rows of the last group scaled after each of the products of this one.
+    const int64_t some = (BLOCK + 4 * chunks - 1) / (4 * chunks);
+    for (int64_t g = g0; g < g1; ++g) {
       const int64_t at = m * stride + g * padded;
       const int8_t* x0 = a.plane[0] + at;
       const int8_t* x1 = P == 2 ? a.plane[1] + at : x0 + TILE * stride;
@@ -180,48 +182,57 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
           TILE_LOAD(6, codes, LINE);
           TILE_LOAD(4, x0 + chunk * DEPTH, stride);
           TILE_PRODUCTS(0, 4, 6);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
           TILE_LOAD(5, x1 + chunk * DEPTH, stride);
           TILE_PRODUCTS(2, 5, 6);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
           TILE_LOAD(7, codes + CHUNK / 2, LINE);
           TILE_PRODUCTS(1, 4, 7);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
           TILE_PRODUCTS(3, 5, 7);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
         }
       } else {
         for (int64_t chunk = 0; chunk < chunks; ++chunk, codes += CHUNK) {
           TILE_LOAD(6, codes, LINE);
           TILE_LOAD(4, x0 + chunk * DEPTH, stride);
           TILE_PRODUCTS(0, 4, 6);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
           TILE_LOAD(7, codes + CHUNK / 2, LINE);
           TILE_PRODUCTS(1, 4, 7);
+          scale_sums<P, PER_GROUP>(stored, groups, some);
         }
       }
-      scale_sums<P, PER_GROUP>(stored, groups);
-      int32_t* const c = sums + turn * SUMS;
-      TILE_STORE(0, c, 4 * TILE_ROWS);
-      TILE_STORE(1, c + TILE, 4 * TILE_ROWS);
+      scale_sums<P, PER_GROUP>(stored, groups, BLOCK);
+      TILE_STORE(0, sums, 4 * TILE_ROWS);
+      TILE_STORE(1, sums + TILE, 4 * TILE_ROWS);
       if (lower) {
-        TILE_STORE(2, c + TILE * TILE_ROWS, 4 * TILE_ROWS);
-        TILE_STORE(3, c + TILE * TILE_ROWS + TILE, 4 * TILE_ROWS);
+        TILE_STORE(2, sums + TILE * TILE_ROWS, 4 * TILE_ROWS);
+        TILE_STORE(3, sums + TILE * TILE_ROWS + TILE, 4 * TILE_ROWS);
       }
-      stored = {c, b.scales + (g - g0) * TILE_ROWS,
-                PER_GROUP ? a.scales + m * groups + g : nullptr, y + (m - m0) * TILE_ROWS, rows};
+      stored = {sums, b.scales + (g - g0) * TILE_ROWS,
+                PER_GROUP ? a.scales + m * groups + g : nullptr, y + (m - m0) * TILE_ROWS, rows, 0};
     }
   }
-  scale_sums<P, PER_GROUP>(stored, groups);
+  scale_sums<P, PER_GROUP>(stored, groups, BLOCK);
 }
 
+// Whole lines of y: both halves of a row at once.
 void write(const float* y, const Shape& shape, const Activations& a, const Output& out,
            int64_t tile, int64_t m0, int64_t m1) {
-  for (int64_t h = 0; h < 2; ++h) {
-    const int64_t n = tile * TILE_ROWS + h * TILE;
-    if (n >= shape.n) return;
-    const __mmask16 mask = first(shape.n - n);
-    const __m512 bias =
-        out.bias ? load16(out.bias, out.bias_kind, n, mask) : _mm512_setzero_ps();
-    for (int64_t m = m0; m < m1; ++m) {
-      const __m512 scale = _mm512_set1_ps(a.per_group ? 1.0f : a.scales[m]);
+  const int64_t n = tile * TILE_ROWS;
+  const __mmask16 mask[2] = {first(shape.n - n),
+                             shape.n - n > TILE ? first(shape.n - n - TILE) : __mmask16{0}};
+  __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t h = 0; h < 2 && out.bias; ++h) {
+    bias[h] = load16(out.bias, out.bias_kind, n + h * TILE, mask[h]);
+  }
+  for (int64_t m = m0; m < m1; ++m) {
+    const __m512 scale = _mm512_set1_ps(a.per_group ? 1.0f : a.scales[m]);
+    for (int64_t h = 0; h < 2; ++h) {
       const __m512 sum = _mm512_load_ps(y + (m - m0) * TILE_ROWS + h * TILE);
-      store16(out.y, out.kind, m * shape.n + n, mask, _mm512_fmadd_ps(sum, scale, bias));
+      store16(out.y, out.kind, m * shape.n + n + h * TILE, mask[h],
+              _mm512_fmadd_ps(sum, scale, bias[h]));
     }
   }
 }
@@ -241,7 +252,7 @@ void products(const uint8_t* packed, const Shape& shape, const Activations& a, c
   const int64_t ahead = resident ? slice * shape.group_bytes() : shape.tile_bytes();
 
   const int64_t code_bytes = slice * chunks * CHUNK, scale_bytes = slice * TILE_ROWS * 4;
-  const int64_t sum_bytes = 2 * 2 * TILE * TILE_ROWS * 4, y_bytes = rows * TILE_ROWS * 4;
+  const int64_t sum_bytes = 2 * TILE * TILE_ROWS * 4, y_bytes = rows * TILE_ROWS * 4;
   char* memory = scratch.at_least(lines(code_bytes + scale_bytes + sum_bytes + together * y_bytes));
   if (!memory) {  // the same results, without memory of their own
     for (int64_t tile = tile0; tile < tile1; ++tile) {
