@@ -32,7 +32,7 @@ from weightpath.scheme import Scheme
 SHAPES = ((8192, 2048), (2048, 8192), (4096, 4096))
 GROUP_SIZES = (64, 128)
 SETS = ("amx-int8", "avx512-vnni")
-ROWS = (1, 2, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+ROWS = (1, 4, 8, 12, 16, 17, 20, 24, 32, 48, 64)
 
 
 def a_weight(n: int, k: int, group_size: int) -> tuple[QWeight, Tensor]:

@@ -12,8 +12,8 @@
 // meets zeros in B; A reads on into the next group there, or into the row's 64 spare bytes.
 //
 // A slice of a packed tile's groups, about 16 KiB of int8, is unpacked into the L1 cache and meets
-// all rows of the panel; partial results [rows, 32] wait in the L2 cache as fp32. Where the panel's
-// activations overflow the L2 cache, a few packed tiles take each slice of them in turn.
+// all rows of the panel, whose activations stay in the L2 cache; partial results [rows, 32] wait
+// there as fp32.
 // After a group its C tiles are stored, and scaled in vector registers a few rows after each of the
 // next group's products (Intel's optimization manual, "Intel AMX": interleave post-processing).
 
@@ -32,8 +32,6 @@ constexpr int64_t RESIDENT_BYTES = 1280 << 10;      // activations that stay in 
 constexpr int64_t MOST_TILES = 4;                  // packed tiles that share a slice of them
 
 thread_local Scratch scratch;
-
-int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 struct Unpacked {
   int8_t* codes;   // [groups of the slice, chunks, 2, 16, 64]
@@ -148,6 +146,14 @@ TileConfig config_of(int64_t first_rows, int64_t second_rows) {
   return config;
 }
 
+// 16 rows of x, 64 columns, into the L1 cache (a hint: past the last row it is without effect).
+inline void fetch_rows(const int8_t* x, int64_t stride) {
+#pragma GCC unroll 16
+  for (int64_t row = 0; row < TILE; ++row) {
+    _mm_prefetch(reinterpret_cast<const char*>(x + row * stride), _MM_HINT_T0);
+  }
+}
+
 // Rows [m0, m1) of x times an unpacked slice, added to y [m1 - m0, 32]. `configured` is the number
 // of rows in a block that the tiles are set up for.
 template <int P, bool PER_GROUP>
@@ -179,6 +185,8 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
         TILE_ZERO(2);
         TILE_ZERO(3);
         for (int64_t chunk = 0; chunk < chunks; ++chunk, codes += CHUNK) {
+          fetch_rows(x0 + (chunk + 1) * DEPTH, stride);
+          fetch_rows(x1 + (chunk + 1) * DEPTH, stride);
           TILE_LOAD(6, codes, LINE);
           TILE_LOAD(4, x0 + chunk * DEPTH, stride);
           TILE_PRODUCTS(0, 4, 6);
@@ -241,49 +249,35 @@ void quantize(const void* x, Kind kind, const Shape& shape, const Activations& a
   AVX512_VNNI.quantize(x, kind, shape, a, m);
 }
 
-void products(const uint8_t* packed, const Shape& shape, const Activations& a, const Output& out,
-              int64_t tile0, int64_t tile1, int64_t m0, int64_t m1) {
+void product(const uint8_t* tile, const Shape& shape, const Activations& a, const Output& out,
+             int64_t tile_index, int64_t m0, int64_t m1) {
   const int64_t groups = shape.groups(), rows = m1 - m0;
   const int64_t chunks = (shape.padded_group() + DEPTH - 1) / DEPTH;
   const int64_t slice = chunks < SLICE_CHUNKS ? SLICE_CHUNKS / chunks : 1;
-  const bool resident = a.planes * rows * shape.row_stride() <= RESIDENT_BYTES;
-  const int64_t together =
-      resident ? 1 : tile1 - tile0 < MOST_TILES ? tile1 - tile0 : MOST_TILES;
-  const int64_t ahead = resident ? slice * shape.group_bytes() : shape.tile_bytes();
-
   const int64_t code_bytes = slice * chunks * CHUNK, scale_bytes = slice * TILE_ROWS * 4;
   const int64_t sum_bytes = 2 * TILE * TILE_ROWS * 4, y_bytes = rows * TILE_ROWS * 4;
-  char* memory = scratch.at_least(lines(code_bytes + scale_bytes + sum_bytes + together * y_bytes));
+  char* memory = scratch.at_least(code_bytes + scale_bytes + sum_bytes + y_bytes);
   if (!memory) {  // the same results, without memory of their own
-    for (int64_t tile = tile0; tile < tile1; ++tile) {
-      AVX512_VNNI.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
-    }
+    AVX512_VNNI.product(tile, shape, a, out, tile_index, m0, m1);
     return;
   }
   const Unpacked b{reinterpret_cast<int8_t*>(memory),
                    reinterpret_cast<float*>(memory + code_bytes)};
   int32_t* sums = reinterpret_cast<int32_t*>(memory + code_bytes + scale_bytes);
-  char* const results = memory + code_bytes + scale_bytes + sum_bytes;
+  float* y = reinterpret_cast<float*>(memory + code_bytes + scale_bytes + sum_bytes);
   const auto multiply =
       a.planes == 1 ? a.per_group ? slice_products<1, true> : slice_products<1, false>
                     : a.per_group ? slice_products<2, true> : slice_products<2, false>;
-
+  std::memset(y, 0, static_cast<size_t>(y_bytes));
   int64_t configured = 0;
-  for (int64_t from = tile0; from < tile1; from += together) {
-    const int64_t to = from + together < tile1 ? from + together : tile1;
-    for (int64_t g0 = 0; g0 < groups; g0 += slice) {
-      const int64_t g1 = g0 + slice < groups ? g0 + slice : groups;
-      for (int64_t tile = from; tile < to; ++tile) {
-        float* y = reinterpret_cast<float*>(results + (tile - from) * y_bytes);
-        if (g0 == 0) std::memset(y, 0, static_cast<size_t>(y_bytes));
-        unpack(packed + tile * shape.tile_bytes(), ahead, shape, g0, g1, b);
-        finish_stores();
-        multiply(b, shape, a, g0, g1, m0, m1, y, sums, configured);
-        if (g1 == groups) write(y, shape, a, out, tile, m0, m1);
-      }
-    }
+  for (int64_t g0 = 0; g0 < groups; g0 += slice) {
+    const int64_t g1 = g0 + slice < groups ? g0 + slice : groups;
+    unpack(tile, slice * shape.group_bytes(), shape, g0, g1, b);
+    finish_stores();
+    multiply(b, shape, a, g0, g1, m0, m1, y, sums, configured);
   }
   release_tiles();
+  write(y, shape, a, out, tile_index, m0, m1);
 }
 
 // Two A tiles by two B tiles, as in slice_products.
@@ -314,6 +308,7 @@ constexpr int64_t FEWEST_ROWS = 16;
 
 }  // namespace
 
-const InstructionSet AMX_INT8 = {"amx-int8", quantize, nullptr, burn, read, products, FEWEST_ROWS};
+const InstructionSet AMX_INT8 = {"amx-int8", quantize, product, burn, read,
+                                 {1280 << 10, 2 * TILE, 256}, FEWEST_ROWS};
 
 }  // namespace weightpath

@@ -8,12 +8,14 @@
 // inner loop. Roundings are those of scalar.cpp.
 
 #include "avx512.hpp"
+#include "cpuid.hpp"
 #include "tiles.hpp"
 
 namespace weightpath {
 namespace {
 
-// Bytes between a line and the one fetched with it. Measured: one row of x reads faster without.
+// Bytes between a line and the one fetched with it. Measured: one row of x reads faster without on
+// Zen 4, and faster with on the Xeon that has AMX (docs/experiments.md).
 constexpr int64_t AHEAD = 2048;
 
 inline uint32_t largest_bits(const void* x, Kind kind, int64_t start, int64_t count) {
@@ -80,6 +82,7 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
   const int64_t stride = shape.row_stride();
   const int8_t* q[P];
   for (int p = 0; p < P; ++p) q[p] = a.plane[p] + m * stride;
+  const bool fetches = features().amx_int8;
   const __m512i nibble = _mm512_set1_epi8(15);
   const uint8_t* zero_line = nullptr;
   __m512 y[R][2];
@@ -120,7 +123,7 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int64_t step = 0; step < steps; ++step) {
       const __m512i line0 = _mm512_loadu_si512(tile);
       const __m512i line1 = _mm512_loadu_si512(tile + LINE);
-      if constexpr (R * P >= 4) {  // the core no longer runs far enough ahead of its loads
+      if (R * P >= 4 || fetches) {  // the core does not run far enough ahead of its loads
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_T0);
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_T0);
       }

@@ -58,9 +58,15 @@ struct Output {
   Kind bias_kind;
 };
 
-// One instruction set. `quantize` fills row m of the activations from x. Rows [m0, m1) of y come
-// from `product`, one tile's columns a call, or from `products`, the columns of tiles
-// [tile0, tile1) of the packed weight; one of the two is null.
+// Rows of x that one product takes: their int8 activations stay in the L2 cache while tiles pass.
+struct Panel {
+  int64_t bytes = 384 << 10;
+  int64_t step = 12;        // rows come in multiples of this
+  int64_t most = 1 << 20;   // rows
+};
+
+// One instruction set. `quantize` fills row m of the activations from x; `product` computes rows
+// [m0, m1) of one tile's columns of y.
 // `burn` does int8 products from registers alone, `rounds` times, and returns how many: the peak
 // that many rows are measured against. Null where unwritten.
 struct InstructionSet {
@@ -71,8 +77,7 @@ struct InstructionSet {
   int64_t (*burn)(int64_t rounds);
   // Sum of all 8-byte words of `lines` lines: the read bandwidth that few rows are measured against.
   uint64_t (*read)(const uint8_t* from, int64_t lines);
-  void (*products)(const uint8_t* packed, const Shape&, const Activations&, const Output&,
-                   int64_t tile0, int64_t tile1, int64_t m0, int64_t m1) = nullptr;
+  Panel panel = {};
   int64_t fewest_rows = 1;  // rows of x from which it is picked; fewer get it by name only
 };
 
