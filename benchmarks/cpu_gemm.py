@@ -9,6 +9,7 @@ run, in turns: read bandwidth over memory of the same kind, the int8 peak from r
 package's W4A8, W4A8 with a scale a group, W4A16, W8A8 and W8A16, torch's 4-bit operator and its
 bf16 linear, each with its median, lowest and highest round.
 
+With several threads run it under GOMP_SPINCOUNT=10000, or torch's own threads spin on beside ours.
 With one thread the clock is that thread's CPU time, so that a neighbour on the core costs nothing
 (on the memory it still does); with more it is the wall's. --write keeps the result in
 benchmarks/results/.
@@ -54,13 +55,6 @@ def rotated(make: Callable[[], Any], bytes_each: int, bytes_wanted: int) -> Call
     return following
 
 
-def a_memory(bytes_wanted: int) -> Tensor:
-    """Memory as the packed weights have it: huge pages asked for, touched once."""
-    memory = torch.empty(bytes_wanted, dtype=torch.uint8)
-    cpu.extension().advise_huge_pages(memory.data_ptr(), memory.numel())
-    return memory.fill_(1)
-
-
 def products(n: int, k: int, group_size: int, m: int, past: int) -> dict[str, Callable[[], Any]]:
     """Everything that is compared at one shape: name to a call."""
     draw = torch.Generator().manual_seed(0)
@@ -103,11 +97,12 @@ def weight_bytes(name: str, n: int, k: int, group_size: int) -> float:
     return n * k / 2 + scale_bytes * n * k / group_size
 
 
-def measure(arguments: argparse.Namespace, n: int, k: int, group_size: int, m: int) -> list[dict]:
+def measure(
+    arguments: argparse.Namespace, memory: Tensor, n: int, k: int, group_size: int, m: int
+) -> list[dict[str, Any]]:
     """Rows of the table for one shape."""
     threads = torch.get_num_threads()
     module = cpu.extension()
-    memory = a_memory(arguments.past)
     calls = products(n, k, group_size, m, arguments.past)
     if m == 1:
         calls["read"] = lambda: module.read_all(memory.data_ptr(), memory.numel(), threads)
@@ -180,9 +175,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    arguments.past = (
-        max(128 << 20, 4 * probe().l3_cache) if hasattr(probe(), "l3_cache") else 128 << 20
-    )
+    arguments.past = max(128 << 20, 4 * probe().l3_cache)
+    memory = cpu.fresh_memory(arguments.past).fill_(1)
     print(
         f"instruction set {cpu.chosen_instruction_set()}, {arguments.threads} threads, torch "
         f"{torch.__version__}, load {os.getloadavg()[0]:.1f} before"
@@ -193,7 +187,7 @@ def main() -> None:
             continue
         for group_size in GROUP_SIZES:
             for m in (int(m) for m in arguments.rows.split(",")):
-                for row in measure(arguments, n, k, group_size, m):
+                for row in measure(arguments, memory, n, k, group_size, m):
                     show(row)
                     rows.append(row)
     body = {

@@ -309,6 +309,6 @@ constexpr int64_t FEWEST_ROWS = 16;
 }  // namespace
 
 const InstructionSet AMX_INT8 = {"amx-int8", quantize, product, burn, read,
-                                 {1280 << 10, 2 * TILE, 256}, FEWEST_ROWS};
+                                 {1280 << 10, {2 * TILE, TILE}, 256}, FEWEST_ROWS};
 
 }  // namespace weightpath

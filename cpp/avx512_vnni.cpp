@@ -14,9 +14,6 @@
 namespace weightpath {
 namespace {
 
-// Bytes between a line and the one fetched with it. Measured: one row of x reads faster without on
-// Zen 4, and faster with on the Xeon that has AMX (docs/experiments.md).
-constexpr int64_t AHEAD = 2048;
 
 inline uint32_t largest_bits(const void* x, Kind kind, int64_t start, int64_t count) {
   const __m512i positive = _mm512_set1_epi32(0x7FFFFFFF);
@@ -71,18 +68,28 @@ inline __m512i broadcast4(const int8_t* from) {
   return _mm512_set1_epi32(bytes);
 }
 
+// sums + codes (unsigned) times x (signed), four columns a lane. Not _mm512_dpbusd_epi32: GCC 12
+// copies each accumulator before and after it, 24 moves for 24 products, which the core must carry
+// along while it runs ahead of its loads.
+inline void dot(__m512i& sums, __m512i codes, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
+}
+
 // R rows of x (from m) times one tile. With few rows, each accumulator is kept twice, so that a
 // product need not wait for the one before.
 template <int BITS, int R, int P, bool PER_GROUP>
 void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
                   const Output& out, int64_t tile_index, int64_t m) {
   constexpr int CHAINS = R * P <= 3 ? 2 : 1;
+  // Bytes between a line and the one asked for with it; measured. One row of 4 bits is best left to
+  // the hardware on Zen 4, but not on the Xeon that has AMX (docs/experiments.md).
+  constexpr int64_t AHEAD = R * P >= 4 ? 2048 : 4096;
+  const bool fetches = R * P >= 2 || BITS == 8 || features().amx_int8;
   constexpr uint32_t MIDDLE = BITS == 8 ? 128 : 8;
   const int64_t groups = shape.groups(), steps = shape.steps(), padded = shape.padded_group();
   const int64_t stride = shape.row_stride();
   const int8_t* q[P];
   for (int p = 0; p < P; ++p) q[p] = a.plane[p] + m * stride;
-  const bool fetches = features().amx_int8;
   const __m512i nibble = _mm512_set1_epi8(15);
   const uint8_t* zero_line = nullptr;
   __m512 y[R][2];
@@ -123,9 +130,9 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int64_t step = 0; step < steps; ++step) {
       const __m512i line0 = _mm512_loadu_si512(tile);
       const __m512i line1 = _mm512_loadu_si512(tile + LINE);
-      if (R * P >= 4 || fetches) {  // the core does not run far enough ahead of its loads
-        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_T0);
+      if (fetches) {
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_NTA);
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_NTA);
       }
       tile += 2 * LINE;
       if constexpr (BITS == 4) {
@@ -138,12 +145,12 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
 #pragma GCC unroll 2
           for (int p = 0; p < P; ++p) {
             const __m512i x0 = broadcast4(q[p] + r * stride + step * 8);
-            t[0][r][p][0] = _mm512_dpbusd_epi32(t[0][r][p][0], low0, x0);
-            t[0][r][p][1] = _mm512_dpbusd_epi32(t[0][r][p][1], low1, x0);
+            dot(t[0][r][p][0], low0, x0);
+            dot(t[0][r][p][1], low1, x0);
             const __m512i x1 = broadcast4(q[p] + r * stride + step * 8 + 4);
             constexpr int c = CHAINS - 1;
-            t[c][r][p][0] = _mm512_dpbusd_epi32(t[c][r][p][0], high0, x1);
-            t[c][r][p][1] = _mm512_dpbusd_epi32(t[c][r][p][1], high1, x1);
+            dot(t[c][r][p][0], high0, x1);
+            dot(t[c][r][p][1], high1, x1);
           }
         }
       } else {
@@ -152,8 +159,8 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
 #pragma GCC unroll 2
           for (int p = 0; p < P; ++p) {
             const __m512i x0 = broadcast4(q[p] + r * stride + step * 4);
-            t[0][r][p][0] = _mm512_dpbusd_epi32(t[0][r][p][0], line0, x0);
-            t[0][r][p][1] = _mm512_dpbusd_epi32(t[0][r][p][1], line1, x0);
+            dot(t[0][r][p][0], line0, x0);
+            dot(t[0][r][p][1], line1, x0);
           }
         }
       }

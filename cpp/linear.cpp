@@ -57,13 +57,16 @@ bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed
     for (int64_t row = i * TOGETHER; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
   });
 
-  int64_t panel = set.panel.bytes / (planes * shape.row_stride()) / set.panel.step * set.panel.step;
-  if (panel > set.panel.most) panel = set.panel.most;
-  if (panel < set.panel.step) panel = set.panel.step;
-  const int64_t panels = (m + panel - 1) / panel, tiles = shape.tiles();
+  // Panels of whole blocks, as even as they go: threads get equal counts of panels x tiles.
+  const int64_t block = set.panel.block[planes - 1], blocks = (m + block - 1) / block;
+  int64_t most = set.panel.bytes / (planes * shape.row_stride() * block);
+  if (most > set.panel.most_rows / block) most = set.panel.most_rows / block;
+  if (most < 1) most = 1;
+  const int64_t panels = (blocks + most - 1) / most, tiles = shape.tiles();
   const auto one = [&](int64_t item) {
-    const int64_t tile = item % tiles, m0 = item / tiles * panel;
-    const int64_t m1 = m0 + panel < m ? m0 + panel : m;
+    const int64_t tile = item % tiles, panel = item / tiles;
+    const int64_t m0 = blocks * panel / panels * block;
+    const int64_t end = blocks * (panel + 1) / panels * block, m1 = end < m ? end : m;
     set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
   };
   if (m < SHARED_ROWS) {

@@ -61,8 +61,8 @@ struct Output {
 // Rows of x that one product takes: their int8 activations stay in the L2 cache while tiles pass.
 struct Panel {
   int64_t bytes = 384 << 10;
-  int64_t step = 12;        // rows come in multiples of this
-  int64_t most = 1 << 20;   // rows
+  int64_t block[2] = {6, 4};  // rows that are taken at once, in one plane and in two
+  int64_t most_rows = 1 << 20;
 };
 
 // One instruction set. `quantize` fills row m of the activations from x; `product` computes rows

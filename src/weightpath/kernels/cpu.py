@@ -19,6 +19,7 @@ others cannot, and an argument forces one. Threads follow `torch.get_num_threads
 
 from __future__ import annotations
 
+import mmap
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,7 @@ from weightpath.qweight import QWeight
 
 BYTES, NIBBLES, INT8 = 0, 1, 2
 """How codes arrive at the packer: a byte each, two a byte, or int8."""
+HUGE_PAGE = 2 << 20
 
 
 @cache
@@ -117,8 +119,7 @@ def pack_parts(
     codes, scales = codes.contiguous(), scales.contiguous()
     zeros = None if zeros is None else zeros.contiguous()
     shape = (bits, n, k, group_size, zeros is not None, KINDS[scales.dtype])
-    packed = torch.empty(module.packed_bytes(*shape), dtype=torch.uint8)
-    module.advise_huge_pages(packed.data_ptr(), packed.numel())
+    packed = fresh_memory(module.packed_bytes(*shape))
     module.pack(
         *shape,
         codes.data_ptr(),
@@ -129,6 +130,22 @@ def pack_parts(
         torch.get_num_threads(),
     )
     return CpuTiles(packed, bits, n, k, group_size, zeros is not None, scales.dtype)
+
+
+def fresh_memory(size: int) -> Tensor:
+    """uint8 [size], untouched; from HUGE_PAGE bytes on, in huge pages where the system gives them.
+
+    A mapping of its own from a huge page's boundary: memory that malloc hands out again is in
+    pages of 4 KiB already. Only whole huge pages are asked for, so none is held for a short tail.
+    """
+    if size < HUGE_PAGE or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(size, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE
+    memory = whole[start : start + size]
+    extension().advise_huge_pages(memory.data_ptr(), size // HUGE_PAGE * HUGE_PAGE)
+    return memory
 
 
 def linear(
