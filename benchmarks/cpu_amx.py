@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_gemm import a_memory, rotated
+from cpu_gemm import rotated
 from weightpath.bench.timing import in_turns
 from weightpath.kernels import cpu
 from weightpath.qweight import QWeight
@@ -56,7 +56,7 @@ def report(calls: dict[str, Any], a: argparse.Namespace) -> dict[str, Any]:
 
 def limits(a: argparse.Namespace) -> list[dict[str, Any]]:
     module, rows = cpu.extension(), []
-    memory = a_memory(2 * a.memory * 10**6)
+    memory = cpu.fresh_memory(2 * a.memory * 10**6).fill_(1)
     counts = [2**i for i in range(a.threads.bit_length()) if 2**i < a.threads]
     for count in [*counts, a.threads]:
         read = report(
@@ -80,7 +80,7 @@ def limits(a: argparse.Namespace) -> list[dict[str, Any]]:
 def few(a: argparse.Namespace, n: int, k: int, size: int, weights: Callable[[], Any]) -> list[dict]:
     module, rows = cpu.extension(), []
     x = torch.randn(1, k).to(torch.bfloat16)
-    memory = a_memory(a.memory * 10**6)
+    memory = cpu.fresh_memory(a.memory * 10**6).fill_(1)
     calls = {
         "W4A8": lambda: cpu.linear(x, weights(), activation_bits=8),
         "W4A16": lambda: cpu.linear(x, weights(), activation_bits=16),

@@ -1,6 +1,7 @@
 // Work is cut into (panel of rows) x (tile of 32 outputs). A panel's activations stay in the L2
 // cache while tiles stream past; within a panel a tile (K / 2 bytes a row) does. One panel at few
-// rows: every thread then reads its tiles once, one linear stream.
+// rows: every thread then reads its tiles once, one linear stream. At many, free threads take the
+// next tile.
 
 #include "linear.hpp"
 
