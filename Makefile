@@ -1,5 +1,5 @@
 # `make run` takes a fresh clone to a proven low-bit model; `make test` checks everything.
-# Needs Python 3.11 or newer, a C++ compiler and PyPI. Nothing is installed outside .venv.
+# Needs Python 3.11 or newer and PyPI, and a C++20 compiler for the CPU kernels. Nothing is installed outside .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,8 +35,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/fidelity_table.py
 	$(BIN)/python benchmarks/quantize_cost.py
 	$(BIN)/python benchmarks/convert_speed.py
+	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_gemm.py --write
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -159,7 +159,8 @@ def show(row: dict[str, Any]) -> None:
     beside = "  ".join(f"{value[0]:.2f}x {name}" for name, value in row["beside"].items())
     print(
         f"{n:5}x{k:<5} g{row['group_size']:<4} M={row['m']:<4} {row['name']:15} "
-        f"{row['microseconds']:9.0f} us  {row['rate']:7.3f} ({row['low']:.3f} to {row['high']:.3f}) "
+        f"{row['microseconds']:9.0f} us  {row['rate']:7.3f} "
+        f"({row['low']:.3f} to {row['high']:.3f}) "
         f"{row['unit']:6} {row['rate'] / row['limit']:5.0%} of {row['limit']:.2f}  {beside}",
         flush=True,
     )

@@ -1,5 +1,5 @@
-// AMX tile instructions by the names of Intel's intrinsics guide, or the same in plain C++ where the
-// build asks for emulated tiles (WEIGHTPATH_EMULATED_AMX: tests on a CPU without AMX).
+// AMX tile instructions (Intel's SDM, volume 2), or the same in plain C++ where the build asks for
+// emulated tiles (WEIGHTPATH_EMULATED_AMX: tests on a CPU without AMX).
 // Tile numbers are literals: an instruction names its tiles.
 #pragma once
 

@@ -120,7 +120,8 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
           t[0][r][p][0] = _mm512_mullo_epi32(zero[0], minus);
           t[0][r][p][1] = _mm512_mullo_epi32(zero[1], minus);
         } else {
-          t[0][r][p][0] = t[0][r][p][1] = _mm512_set1_epi32(static_cast<int32_t>(0u - MIDDLE * sum));
+          const int32_t start = static_cast<int32_t>(0u - MIDDLE * sum);
+          t[0][r][p][0] = t[0][r][p][1] = _mm512_set1_epi32(start);
         }
         if constexpr (CHAINS == 2) {
           t[1][r][p][0] = t[1][r][p][1] = _mm512_setzero_si512();
@@ -219,10 +220,14 @@ void product_blocks(const uint8_t* tile, const Shape& shape, const Activations& 
       case 3: product_rows<BITS, 3, P, PER_GROUP>(tile, shape, a, out, tile_index, m); break;
       case 4: product_rows<BITS, 4, P, PER_GROUP>(tile, shape, a, out, tile_index, m); break;
       case 5:
-        if constexpr (MOST > 4) product_rows<BITS, 5, P, PER_GROUP>(tile, shape, a, out, tile_index, m);
+        if constexpr (MOST > 4) {
+          product_rows<BITS, 5, P, PER_GROUP>(tile, shape, a, out, tile_index, m);
+        }
         break;
       default:
-        if constexpr (MOST > 4) product_rows<BITS, 6, P, PER_GROUP>(tile, shape, a, out, tile_index, m);
+        if constexpr (MOST > 4) {
+          product_rows<BITS, 6, P, PER_GROUP>(tile, shape, a, out, tile_index, m);
+        }
     }
     m += rows;
   }

@@ -1,5 +1,5 @@
-// The surface of weightpath._cpu. Tensors arrive as addresses with shapes and kinds: what they mean,
-// and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
+// The surface of weightpath._cpu. Tensors arrive as addresses with shapes and kinds: what they
+// mean, and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -49,7 +49,7 @@ NB_MODULE(_cpu, module) {
   module.def("chosen", [](const std::string& wanted, int64_t rows) {
     return std::string(choose(wanted, rows).name);
   }, "wanted"_a, "rows"_a,
-             "The name that runs: the fastest for so many rows, or `wanted`; ValueError says why not.");
+             "The name that runs: the fastest for so many rows, or `wanted`; ValueError says why.");
   module.def("amx_refusal", [] { return features().amx_refusal; });
 
   module.def("packed_bytes", [](int bits, int64_t n, int64_t k, int64_t group, bool zeros,
@@ -102,7 +102,7 @@ NB_MODULE(_cpu, module) {
       for (int64_t i = start; i < stop; ++i) products += set.burn(rounds);
     });
     return products.load();
-  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers alone; 0 if unwritten.");
+  }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers; 0 if unwritten.");
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
 }

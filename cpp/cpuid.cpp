@@ -42,7 +42,7 @@ void ask_for_amx(Features& found, bool has_tile, bool has_int8, uint64_t states)
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0) {
     const int code = errno;
-    found.amx_refusal = std::string("Linux refused AMX tile data (arch_prctl ARCH_REQ_XCOMP_PERM): ")
+    found.amx_refusal = std::string("Linux refused AMX tile data (ARCH_REQ_XCOMP_PERM): ")
         + (code == ENOSPC ? "a thread's alternate signal stack is too small to hold the tiles"
            : code == EINVAL ? "this kernel does not know the request; it came with Linux 5.16"
                             : std::strerror(code));

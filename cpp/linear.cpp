@@ -13,8 +13,8 @@
 namespace weightpath {
 namespace {
 
-// Rows from which tiles are shared out. Fewer: each thread reads the tiles that it packed, one linear
-// stream. A static cut waits for the thread whose core is taken in part by others: 512 rows on 16
+// Rows from which tiles are shared out. Fewer: each thread reads the tiles that it packed, one
+// linear stream. A static cut waits for the thread whose core is taken in part by others: 512 rows on 16
 // threads of a shared Xeon ran 1.2 to 1.5 times faster without (docs/experiments.md).
 constexpr int64_t SHARED_ROWS = 16;
 constexpr int64_t TOGETHER = 4;              // rows of x quantized at once

@@ -21,7 +21,8 @@ struct Scratch {
   char* at_least(int64_t wanted);
 };
 
-// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads alive.
+// Reads every whole line once, `threads` contiguous ranges at once. The result keeps the reads
+// alive.
 uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads);
 
 }  // namespace weightpath

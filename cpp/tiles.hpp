@@ -75,7 +75,8 @@ struct InstructionSet {
   void (*product)(const uint8_t* tile, const Shape&, const Activations&, const Output&,
                   int64_t tile_index, int64_t m0, int64_t m1);
   int64_t (*burn)(int64_t rounds);
-  // Sum of all 8-byte words of `lines` lines: the read bandwidth that few rows are measured against.
+  // Sum of all 8-byte words of `lines` lines: the read bandwidth that few rows are
+  // measured against.
   uint64_t (*read)(const uint8_t* from, int64_t lines);
   Panel panel = {};
   int64_t fewest_rows = 1;  // rows of x from which it is picked; fewer get it by name only

@@ -1,7 +1,8 @@
-"""The operator around the compiled products: choice and reasons, shapes, tracing, threads, forks."""
+"""The operator around the compiled products: choice, reasons, shapes, tracing, threads, forks."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -24,6 +25,18 @@ def a_weight(n: int = 96, k: int = 128) -> CpuTiles:
     draw = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=draw)
     return cpu.pack(QWeight(Scheme(4, 32), codes, torch.rand(n, k // 32, generator=draw)))
+
+
+@pytest.mark.parametrize("size", [1, 4096, cpu.HUGE_PAGE - 1, cpu.HUGE_PAGE, cpu.HUGE_PAGE + 65])
+def test_fresh_memory_is_aligned_whole_and_stays_while_it_is_held(size: int) -> None:
+    memory = cpu.fresh_memory(size)
+    assert memory.shape == (size,)
+    assert memory.data_ptr() % (64 if size < cpu.HUGE_PAGE else cpu.HUGE_PAGE) == 0
+    memory.fill_(7)
+    gc.collect()
+    other = cpu.fresh_memory(size).fill_(1)
+    assert bool((memory == 7).all())
+    assert bool((other == 1).all())
 
 
 def test_every_instruction_set_runs_or_says_why_not() -> None:

@@ -1,4 +1,4 @@
-"""The CPU tiles, proved by a read formula written out here, by golden bytes, and by both packers."""
+"""The CPU tiles, proved by a read formula written out here, golden bytes, and both packers."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def from_qweight(qweight: QWeight, name: str = "weight") -> CpuTiles:
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """codes uint8 [N, K], scales [N, nG], zeros uint8 [N, nG] or None, to bytes uint8 [tiles * B]."""
+    """codes uint8 [N, K], scales [N, nG], zeros uint8 [N, nG] or None, to uint8 [tiles * B]."""
     (n, k), groups = codes.shape, scales.shape[1]
     tiles, size = -(-n // ROWS), k // groups
     steps, spare = steps_of(bits, size), tiles * ROWS - n
