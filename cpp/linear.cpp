@@ -14,8 +14,8 @@ namespace weightpath {
 namespace {
 
 // Rows from which tiles are shared out. Fewer: each thread reads the tiles that it packed, one
-// linear stream. A static cut waits for the thread whose core is taken in part by others: 512 rows on 16
-// threads of a shared Xeon ran 1.2 to 1.5 times faster without (docs/experiments.md).
+// linear stream. A static cut waits for the thread whose core is taken in part by others: without
+// it 512 rows on 16 threads of a shared Xeon ran 1.2 to 1.5 times faster (docs/experiments.md).
 constexpr int64_t SHARED_ROWS = 16;
 constexpr int64_t TOGETHER = 4;              // rows of x quantized at once
 constexpr int64_t QUANTIZE_ALONE = 1 << 16;  // activations below which threads only cost
