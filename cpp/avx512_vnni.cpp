@@ -7,46 +7,13 @@
 // Zero points enter as the accumulator's start, -zero * sum(q): exact, and free of charge in the
 // inner loop. Roundings are those of scalar.cpp.
 
-#include <immintrin.h>
-
-#include "floats.hpp"
+#include "avx512.hpp"
+#include "cpuid.hpp"
 #include "tiles.hpp"
 
 namespace weightpath {
 namespace {
 
-inline __mmask16 first(int64_t count) {
-  return count >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1);
-}
-
-inline __m512 load16(const void* from, Kind kind, int64_t index, __mmask16 mask) {
-  if (kind == Kind::fp32) {
-    return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(from) + index);
-  }
-  const __m256i bits =
-      _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(from) + index);
-  if (kind == Kind::fp16) return _mm512_cvtph_ps(bits);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-inline void store16(void* to, Kind kind, int64_t index, __mmask16 mask, __m512 value) {
-  if (kind == Kind::fp32) {
-    _mm512_mask_storeu_ps(static_cast<float*>(to) + index, mask, value);
-    return;
-  }
-  __m256i bits;
-  if (kind == Kind::fp16) {
-    bits = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  } else {
-    const __m512i whole = _mm512_castps_si512(value);
-    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(whole, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(0x7FFF)), last);
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, nan, whole, _mm512_set1_epi32(0x400000));
-    bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
-  }
-  _mm256_mask_storeu_epi16(static_cast<uint16_t*>(to) + index, mask, bits);
-}
 
 inline uint32_t largest_bits(const void* x, Kind kind, int64_t start, int64_t count) {
   const __m512i positive = _mm512_set1_epi32(0x7FFFFFFF);
@@ -114,9 +81,10 @@ template <int BITS, int R, int P, bool PER_GROUP>
 void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
                   const Output& out, int64_t tile_index, int64_t m) {
   constexpr int CHAINS = R * P <= 3 ? 2 : 1;
-  // Bytes between a line and the one asked for with it; measured, and one row of 4 bits is best
-  // left to the hardware.
-  constexpr int64_t AHEAD = R * P >= 4 ? 2048 : R * P >= 2 || BITS == 8 ? 4096 : 0;
+  // Bytes between a line and the one asked for with it; measured. One row of 4 bits is best left to
+  // the hardware on Zen 4, but not on the Xeon that has AMX (docs/experiments.md).
+  constexpr int64_t AHEAD = R * P >= 4 ? 2048 : 4096;
+  const bool fetches = R * P >= 2 || BITS == 8 || features().amx_int8;
   constexpr uint32_t MIDDLE = BITS == 8 ? 128 : 8;
   const int64_t groups = shape.groups(), steps = shape.steps(), padded = shape.padded_group();
   const int64_t stride = shape.row_stride();
@@ -163,7 +131,7 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int64_t step = 0; step < steps; ++step) {
       const __m512i line0 = _mm512_loadu_si512(tile);
       const __m512i line1 = _mm512_loadu_si512(tile + LINE);
-      if constexpr (AHEAD > 0) {
+      if (fetches) {
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_NTA);
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_NTA);
       }

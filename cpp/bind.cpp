@@ -29,6 +29,9 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Rows of x for which the peak is asked: the set of the longest products.
+constexpr int64_t MANY_ROWS = 1 << 20;
+
 Shape shape_of(int bits, int64_t n, int64_t k, int64_t group, bool zeros, int scales) {
   return {bits, n, k, group, zeros, static_cast<Kind>(scales)};
 }
@@ -43,8 +46,10 @@ NB_MODULE(_cpu, module) {
     for (const Candidate& one : candidates()) all.emplace_back(one.name, one.refusal);
     return all;
   }, "(name, why it cannot run or '') of every instruction set, fastest first.");
-  module.def("chosen", [](const std::string& wanted) { return std::string(choose(wanted).name); },
-             "wanted"_a, "The name that runs: the fastest, or `wanted`; ValueError says why not.");
+  module.def("chosen", [](const std::string& wanted, int64_t rows) {
+    return std::string(choose(wanted, rows).name);
+  }, "wanted"_a, "rows"_a,
+             "The name that runs: the fastest for so many rows, or `wanted`; ValueError says why.");
   module.def("amx_refusal", [] { return features().amx_refusal; });
 
   module.def("packed_bytes", [](int bits, int64_t n, int64_t k, int64_t group, bool zeros,
@@ -67,7 +72,7 @@ NB_MODULE(_cpu, module) {
                           bool zeros, int scales, uintptr_t packed, uintptr_t x, int x_kind,
                           int64_t m, int planes, bool per_group, uintptr_t y, int y_kind,
                           uintptr_t bias, int bias_kind, int threads) {
-    const InstructionSet& set = choose(wanted);
+    const InstructionSet& set = choose(wanted, m);
     const Shape shape = shape_of(bits, n, k, group, zeros, scales);
     const Output out{pointer<void>(y), static_cast<Kind>(y_kind), pointer<const void>(bias),
                      static_cast<Kind>(bias_kind)};
@@ -84,12 +89,12 @@ NB_MODULE(_cpu, module) {
     return advise_huge_pages(pointer<void>(address), bytes);
   }, "address"_a, "bytes"_a);
   module.def("read_all", [](uintptr_t address, int64_t bytes, int threads) {
-    const InstructionSet& set = choose("");
+    const InstructionSet& set = choose("", 1);
     const nb::gil_scoped_release released;
     return read_all(set, pointer<const void>(address), bytes, threads);
   }, "address"_a, "bytes"_a, "threads"_a);
   module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
-    const InstructionSet& set = choose(wanted);
+    const InstructionSet& set = choose(wanted, MANY_ROWS);
     if (!set.burn) return int64_t{0};
     const nb::gil_scoped_release released;
     std::atomic<int64_t> products{0};

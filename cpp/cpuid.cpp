@@ -3,7 +3,9 @@
 
 #include "cpuid.hpp"
 
+#include <cerrno>
 #include <cstdint>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -39,7 +41,11 @@ void ask_for_amx(Features& found, bool has_tile, bool has_int8, uint64_t states)
 #if defined(__linux__)
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   if (syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) != 0) {
-    found.amx_refusal = "Linux refused AMX tile data (arch_prctl ARCH_REQ_XCOMP_PERM)";
+    const int code = errno;
+    found.amx_refusal = std::string("Linux refused AMX tile data (ARCH_REQ_XCOMP_PERM): ")
+        + (code == ENOSPC ? "a thread's alternate signal stack is too small to hold the tiles"
+           : code == EINVAL ? "this kernel does not know the request; it came with Linux 5.16"
+                            : std::strerror(code));
     return;
   }
   found.amx_int8 = true;

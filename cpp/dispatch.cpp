@@ -24,6 +24,19 @@ Candidate avx512_vnni() {
 #endif
 }
 
+Candidate amx_int8() {
+#ifdef WEIGHTPATH_AMX
+  const Candidate quantizes = avx512_vnni();
+  if (!quantizes.use) return {"amx-int8", nullptr, quantizes.refusal};
+#ifndef WEIGHTPATH_EMULATED_AMX
+  if (!features().amx_int8) return {"amx-int8", nullptr, features().amx_refusal};
+#endif
+  return {"amx-int8", &AMX_INT8, ""};
+#else
+  return {"amx-int8", nullptr, NOT_COMPILED};
+#endif
+}
+
 Candidate avx2() {
 #ifdef WEIGHTPATH_AVX2
   const Features& cpu = features();
@@ -40,14 +53,16 @@ Candidate avx2() {
 }  // namespace
 
 const std::vector<Candidate>& candidates() {
-  static const std::vector<Candidate> all = {avx512_vnni(), avx2(), {"scalar", &SCALAR, ""}};
+  static const std::vector<Candidate> all = {
+      amx_int8(), avx512_vnni(), avx2(), {"scalar", &SCALAR, ""}};
   return all;
 }
 
-const InstructionSet& choose(const std::string& name) {
+const InstructionSet& choose(const std::string& name, int64_t rows) {
   std::string known;
   for (const Candidate& candidate : candidates()) {
-    if (name.empty() ? candidate.use != nullptr : name == candidate.name) {
+    if (name.empty() ? candidate.use && rows >= candidate.use->fewest_rows
+                     : name == candidate.name) {
       if (candidate.use) return *candidate.use;
       throw std::invalid_argument(name + ": " + candidate.refusal);
     }

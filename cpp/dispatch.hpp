@@ -17,8 +17,8 @@ struct Candidate {
 // Fastest first; the scalar one is last and always runs.
 const std::vector<Candidate>& candidates();
 
-// The fastest that runs, or the one of this name. std::invalid_argument with the sentence where it
-// cannot be had.
-const InstructionSet& choose(const std::string& name);
+// The fastest that runs for this many rows of x, or the one of this name whatever the rows.
+// std::invalid_argument with the sentence where it cannot be had.
+const InstructionSet& choose(const std::string& name, int64_t rows);
 
 }  // namespace weightpath

@@ -1,36 +1,35 @@
 // Work is cut into (panel of rows) x (tile of 32 outputs). A panel's activations stay in the L2
 // cache while tiles stream past; within a panel a tile (K / 2 bytes a row) does. One panel at few
-// rows: every thread then reads its tiles once, one linear stream.
+// rows: every thread then reads its tiles once, one linear stream. At many, free threads take the
+// next tile.
 
 #include "linear.hpp"
 
-#include <cstdlib>
+#include <atomic>
 
+#include "memory.hpp"
 #include "pool.hpp"
 
 namespace weightpath {
 namespace {
 
-constexpr int64_t PANEL_BYTES = 384 << 10;
+// Rows from which tiles are shared out. Fewer: each thread reads the tiles that it packed, one
+// linear stream. A static cut waits for the thread whose core is taken in part by others: without
+// it 512 rows on 16 threads of a shared Xeon ran 1.2 to 1.5 times faster (docs/experiments.md).
+constexpr int64_t SHARED_ROWS = 16;
+constexpr int64_t TOGETHER = 4;              // rows of x quantized at once
 constexpr int64_t QUANTIZE_ALONE = 1 << 16;  // activations below which threads only cost
 
+// Calls one(i) for i in [0, items), each on the thread that is free next.
+template <typename F>
+void share(int64_t items, int threads, F&& one) {
+  std::atomic<int64_t> next{0};
+  parallel(threads < items ? threads : items, threads, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) one(i);
+  });
+}
+
 // The activations' memory, one a calling thread, kept between calls.
-struct Scratch {
-  void* memory = nullptr;
-  int64_t bytes = 0;
-  ~Scratch() { std::free(memory); }
-
-  char* at_least(int64_t wanted) {
-    if (wanted > bytes) {
-      std::free(memory);
-      bytes = (wanted + 4095) / 4096 * 4096;
-      memory = std::aligned_alloc(64, static_cast<size_t>(bytes));
-      if (!memory) bytes = 0;
-    }
-    return static_cast<char*>(memory);
-  }
-};
-
 thread_local Scratch scratch;
 
 int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
@@ -54,23 +53,30 @@ bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed
   }
   a.scales = reinterpret_cast<float*>(memory + planes * (plane_bytes + sum_bytes));
 
-  parallel(m, m * shape.k < QUANTIZE_ALONE ? 1 : threads, [&](int64_t start, int64_t stop) {
-    for (int64_t row = start; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
+  share((m + TOGETHER - 1) / TOGETHER, m * shape.k < QUANTIZE_ALONE ? 1 : threads, [&](int64_t i) {
+    const int64_t stop = (i + 1) * TOGETHER < m ? (i + 1) * TOGETHER : m;
+    for (int64_t row = i * TOGETHER; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
   });
 
   // Panels of whole blocks, as even as they go: threads get equal counts of panels x tiles.
-  const int64_t block = planes == 2 ? 4 : 6, blocks = (m + block - 1) / block;
-  int64_t most = PANEL_BYTES / (planes * shape.row_stride() * block);
+  const int64_t block = set.panel.block[planes - 1], blocks = (m + block - 1) / block;
+  int64_t most = set.panel.bytes / (planes * shape.row_stride() * block);
+  if (most > set.panel.most_rows / block) most = set.panel.most_rows / block;
   if (most < 1) most = 1;
   const int64_t panels = (blocks + most - 1) / most, tiles = shape.tiles();
-  parallel(panels * tiles, threads, [&](int64_t start, int64_t stop) {
-    for (int64_t item = start; item < stop; ++item) {
-      const int64_t tile = item % tiles, panel = item / tiles;
-      const int64_t m0 = blocks * panel / panels * block;
-      const int64_t end = blocks * (panel + 1) / panels * block, m1 = end < m ? end : m;
-      set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
-    }
-  });
+  const auto one = [&](int64_t item) {
+    const int64_t tile = item % tiles, panel = item / tiles;
+    const int64_t m0 = blocks * panel / panels * block;
+    const int64_t end = blocks * (panel + 1) / panels * block, m1 = end < m ? end : m;
+    set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
+  };
+  if (m < SHARED_ROWS) {
+    parallel(panels * tiles, threads, [&](int64_t start, int64_t stop) {
+      for (int64_t item = start; item < stop; ++item) one(item);
+    });
+    return true;
+  }
+  share(panels * tiles, threads, one);
   return true;
 }
 

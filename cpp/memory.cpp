@@ -1,6 +1,7 @@
 #include "memory.hpp"
 
 #include <atomic>
+#include <cstdlib>
 
 #include "pool.hpp"
 
@@ -10,6 +11,11 @@
 #endif
 
 namespace weightpath {
+namespace {
+
+constexpr int64_t HUGE_PAGE = 2 << 20;
+
+}  // namespace
 
 bool advise_huge_pages(void* address, int64_t bytes) {
 #if defined(__linux__)
@@ -22,6 +28,20 @@ bool advise_huge_pages(void* address, int64_t bytes) {
   (void)address, (void)bytes;
   return false;
 #endif
+}
+
+Scratch::~Scratch() { std::free(memory); }
+
+char* Scratch::at_least(int64_t wanted) {
+  if (wanted > bytes) {
+    std::free(memory);
+    const int64_t unit = wanted < HUGE_PAGE ? 4096 : HUGE_PAGE;
+    bytes = (wanted + unit - 1) / unit * unit;
+    memory = std::aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes));
+    if (!memory) bytes = 0;
+    else if (unit == HUGE_PAGE) advise_huge_pages(memory, bytes);
+  }
+  return static_cast<char*>(memory);
 }
 
 uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads) {

@@ -58,9 +58,17 @@ struct Output {
   Kind bias_kind;
 };
 
+// Rows of x that one product takes: their int8 activations stay in the L2 cache while tiles pass.
+struct Panel {
+  int64_t bytes = 384 << 10;
+  int64_t block[2] = {6, 4};  // rows that are taken at once, in one plane and in two
+  int64_t most_rows = 1 << 20;
+};
+
 // One instruction set. `quantize` fills row m of the activations from x; `product` computes rows
-// [m0, m1) of one tile's columns of y. `burn` does int8 products from registers alone, `rounds`
-// times, and returns how many: the peak that many rows are measured against. Null where unwritten.
+// [m0, m1) of one tile's columns of y.
+// `burn` does int8 products from registers alone, `rounds` times, and returns how many: the peak
+// that many rows are measured against. Null where unwritten.
 struct InstructionSet {
   const char* name;
   void (*quantize)(const void* x, Kind kind, const Shape&, const Activations&, int64_t m);
@@ -70,6 +78,8 @@ struct InstructionSet {
   // Sum of all 8-byte words of `lines` lines: the read bandwidth that few rows are
   // measured against.
   uint64_t (*read)(const uint8_t* from, int64_t lines);
+  Panel panel = {};
+  int64_t fewest_rows = 1;  // rows of x from which it is picked; fewer get it by name only
 };
 
 extern const InstructionSet SCALAR;
@@ -78,6 +88,9 @@ extern const InstructionSet AVX2;
 #endif
 #ifdef WEIGHTPATH_AVX512_VNNI
 extern const InstructionSet AVX512_VNNI;
+#endif
+#ifdef WEIGHTPATH_AMX
+extern const InstructionSet AMX_INT8;
 #endif
 
 }  // namespace weightpath

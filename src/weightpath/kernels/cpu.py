@@ -69,10 +69,11 @@ def instruction_sets() -> dict[str, str | None]:
     return {name: reason or None for name, reason in found}
 
 
-def chosen_instruction_set(wanted: str = "") -> str:
-    """The fastest that runs, or `wanted` itself; CannotRun with the reason where it cannot."""
+def chosen_instruction_set(wanted: str = "", rows: int = 1) -> str:
+    """The fastest that runs for so many rows of x, or `wanted` itself; CannotRun with the reason
+    where it cannot."""
     try:
-        return extension().chosen(wanted)
+        return extension().chosen(wanted, rows)
     except ValueError as refused:
         raise CannotRun(str(refused)) from refused
 
