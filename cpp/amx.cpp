@@ -306,9 +306,9 @@ uint64_t read(const uint8_t* from, int64_t lines) { return AVX512_VNNI.read(from
 
 // Rows from which these tiles are faster than avx512-vnni. Measured on 16 threads of a Xeon with
 // AMX, three shapes, g64 and g128, VNNI's time over AMX's, lowest and highest of the six medians:
-// W4A8 at M = 12 0.91 to 1.06, 16 1.02 to 1.24, 17 0.89 to 1.16, 24 1.09 to 1.26; W4A16 at M = 8
-// 0.86 to 1.04, 12 1.02 to 1.69, 16 1.24 to 1.85 (benchmarks/cpu_amx.py; docs/experiments.md).
-constexpr int64_t FEWEST_ROWS = 16;
+// W4A8 at M = 4 0.78 to 1.12, 8 1.12 to 1.87, 12 1.40 to 2.10, 16 1.93 to 2.36; W4A16 at M = 4 0.61
+// to 1.06, 8 1.13 to 2.35, 16 2.19 to 2.50 (benchmarks/cpu_amx.py; docs/experiments.md).
+constexpr int64_t FEWEST_ROWS = 8;
 
 }  // namespace
 

@@ -82,9 +82,11 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
                   const Output& out, int64_t tile_index, int64_t m) {
   constexpr int CHAINS = R * P <= 3 ? 2 : 1;
   // Bytes between a line and the one asked for with it; measured. One row of 4 bits is best left to
-  // the hardware on Zen 4, but not on the Xeon that has AMX (docs/experiments.md).
-  constexpr int64_t AHEAD = R * P >= 4 ? 2048 : 4096;
-  const bool fetches = R * P >= 2 || BITS == 8 || features().amx_int8;
+  // the hardware on Zen 4; the Xeon that has AMX wants one row's lines in its first cache, the
+  // others past it (docs/experiments.md).
+  constexpr int64_t AHEAD = R * P >= 4 ? 2048 : 4096, AHEAD_ONE = 2048;
+  const bool keeps = R == 1 && features().amx_int8;
+  const bool fetches = !keeps && (R * P >= 2 || BITS == 8);
   constexpr uint32_t MIDDLE = BITS == 8 ? 128 : 8;
   const int64_t groups = shape.groups(), steps = shape.steps(), padded = shape.padded_group();
   const int64_t stride = shape.row_stride();
@@ -131,7 +133,10 @@ void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
     for (int64_t step = 0; step < steps; ++step) {
       const __m512i line0 = _mm512_loadu_si512(tile);
       const __m512i line1 = _mm512_loadu_si512(tile + LINE);
-      if (fetches) {
+      if (keeps) {
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD_ONE), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD_ONE + LINE), _MM_HINT_T0);
+      } else if (fetches) {
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD), _MM_HINT_NTA);
         _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD + LINE), _MM_HINT_NTA);
       }
