@@ -125,7 +125,7 @@ def test_ctrl_c_ends_with_130_and_the_next_run_goes_on(source: Path, tmp_path: P
     wait_for_lines(process, tmp_path / "out.partial" / "journal.jsonl", 10)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, err[-2000:]
     assert "Traceback" not in err + out
     assert not target.exists()
     assert "finished by an earlier run and kept" in finished(arguments)
