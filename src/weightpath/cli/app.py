@@ -9,6 +9,8 @@ from typing import NoReturn
 import typer
 
 from weightpath.cli import build, convert, inspect, plan, probe, quantize, run, verify
+from weightpath.cli.interrupt import CODE as INTERRUPTED
+from weightpath.cli.interrupt import MESSAGE, leaving_at_once
 from weightpath.errors import WeightpathError
 from weightpath.version import __version__
 
@@ -48,17 +50,18 @@ def main() -> None:
     """Entry point. Errors of ours and of usage are one line on stderr; Ctrl-C keeps finished work."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     try:
-        code = app(standalone_mode=False)
+        with leaving_at_once():
+            code = app(standalone_mode=False)
     except WeightpathError as error:
         _fail(str(error), error.exit_code)
     except UsageProblem as error:
         _fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.exit(0)
-    if code == 130:  # typer answers Ctrl-C with it too
-        _fail("interrupted; what was finished is kept, run the same command to go on", 130)
+    if code == INTERRUPTED:  # typer answers a KeyboardInterrupt with it too
+        _fail(MESSAGE, INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
