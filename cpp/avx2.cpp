@@ -74,14 +74,11 @@ inline void store_bytes(int8_t* to, __m256i values) {
 
 void quantize(const void* x, Kind kind, const Shape& shape, const Activations& a, int64_t m) {
   const int64_t groups = shape.groups(), padded = shape.padded_group();
-  const float top = a.planes == 2 ? 32512.0f : 127.0f;
   uint32_t largest = a.per_group ? 0 : largest_bits(x, kind, m * shape.k, shape.k);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t start = m * shape.k + g * shape.group;
     if (a.per_group) largest = largest_bits(x, kind, start, shape.group);
-    const bool finite = largest < INFINITY_BITS, counts = finite && largest >= SMALLEST_BITS;
-    const float size = std::bit_cast<float>(largest), inverse = counts ? top / size : 0.0f;
-    const float scale = !finite ? std::bit_cast<float>(0x7FC00000u) : counts ? size / top : 0.0f;
+    const auto [inverse, scale, counts] = activation_scale(largest, a.planes);
     if (a.per_group) a.scales[m * groups + g] = scale;
     else a.scales[m] = scale;
     const int64_t at = m * shape.row_stride() + g * padded;
@@ -293,20 +290,8 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
   blocks(tile, shape, a, out, tile_index, m0, m1);
 }
 
-uint64_t read(const uint8_t* from, int64_t lines) {
-  uint64_t sums[8] = {};
-  for (int64_t line = 0; line < lines; ++line) {
-    uint64_t words[8];
-    std::memcpy(words, from + line * LINE, LINE);
-    for (int i = 0; i < 8; ++i) sums[i] += words[i];
-  }
-  uint64_t total = 0;
-  for (const uint64_t sum : sums) total += sum;
-  return total;
-}
-
 }  // namespace
 
-const InstructionSet AVX2 = {"avx2", quantize, product, nullptr, read};
+const InstructionSet AVX2 = {"avx2", quantize, product, nullptr, sum_of_words};
 
 }  // namespace weightpath

@@ -27,14 +27,11 @@ inline uint32_t largest_bits(const void* x, Kind kind, int64_t start, int64_t co
 
 void quantize(const void* x, Kind kind, const Shape& shape, const Activations& a, int64_t m) {
   const int64_t groups = shape.groups(), padded = shape.padded_group();
-  const float top = a.planes == 2 ? 32512.0f : 127.0f;
   uint32_t largest = a.per_group ? 0 : largest_bits(x, kind, m * shape.k, shape.k);
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t start = m * shape.k + g * shape.group;
     if (a.per_group) largest = largest_bits(x, kind, start, shape.group);
-    const bool finite = largest < INFINITY_BITS, counts = finite && largest >= SMALLEST_BITS;
-    const float size = std::bit_cast<float>(largest), inverse = counts ? top / size : 0.0f;
-    const float scale = !finite ? std::bit_cast<float>(0x7FC00000u) : counts ? size / top : 0.0f;
+    const auto [inverse, scale, counts] = activation_scale(largest, a.planes);
     if (a.per_group) a.scales[m * groups + g] = scale;
     else a.scales[m] = scale;
     const __m512 factor = _mm512_set1_ps(inverse);

@@ -1,5 +1,6 @@
-// 16-bit floats in plain C++. Everything here is `static`: files compiled for different instruction
-// sets must never share an inline function, since the linker would keep one of them for all.
+// 16-bit floats, activation scales and a plain read, in C++ for every file. Everything here is
+// `static`: files compiled for different instruction sets must never share an inline function,
+// since the linker would keep one of them for all.
 #pragma once
 
 #include <bit>
@@ -67,6 +68,35 @@ namespace weightpath {
   }
   const uint16_t bits = kind == Kind::bf16 ? to_bf16(value) : to_fp16(value);
   std::memcpy(static_cast<char*>(to) + 2 * index, &bits, 2);
+}
+
+// What a row or group of activations is multiplied by as it becomes integers, and the scale that
+// undoes it. `counts` is false where it is taken for zeros; a scale of NaN marks x that is not
+// finite.
+struct ActivationScale {
+  float inverse, scale;
+  bool counts;
+};
+
+// From the bits of the largest |x|; planes as in Activations.
+[[maybe_unused]] static ActivationScale activation_scale(uint32_t largest, int planes) {
+  const float top = planes == 2 ? 32512.0f : 127.0f, size = std::bit_cast<float>(largest);
+  if (largest >= INFINITY_BITS) return {0.0f, std::bit_cast<float>(0x7FC00000u), false};
+  if (largest < SMALLEST_BITS) return {0.0f, 0.0f, false};
+  return {top / size, size / top, true};
+}
+
+// Sum of all 8-byte words of `lines` lines, with as many chains as a line has words.
+[[maybe_unused]] static uint64_t sum_of_words(const uint8_t* from, int64_t lines) {
+  uint64_t sums[8] = {};
+  for (int64_t line = 0; line < lines; ++line) {
+    uint64_t words[8];
+    std::memcpy(words, from + line * LINE, LINE);
+    for (int i = 0; i < 8; ++i) sums[i] += words[i];
+  }
+  uint64_t total = 0;
+  for (const uint64_t sum : sums) total += sum;
+  return total;
 }
 
 }  // namespace weightpath

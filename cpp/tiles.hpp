@@ -15,7 +15,10 @@ constexpr int64_t LINE = 64;
 
 enum class Kind : int { fp32 = 0, bf16 = 1, fp16 = 2 };
 
-inline constexpr int64_t bytes_of(Kind kind) { return kind == Kind::fp32 ? 4 : 2; }
+// Inlined for good: files compiled for different instruction sets must not share a function.
+[[gnu::always_inline]] inline constexpr int64_t bytes_of(Kind kind) {
+  return kind == Kind::fp32 ? 4 : 2;
+}
 
 // Shape of a packed weight. group is the number of columns in a group (K for per channel).
 struct Shape {
@@ -24,18 +27,22 @@ struct Shape {
   bool zeros;  // zero points are stored; else the midpoint
   Kind scales;
 
-  int64_t groups() const { return k / group; }
-  int64_t tiles() const { return (n + TILE_ROWS - 1) / TILE_ROWS; }
+  [[gnu::always_inline]] int64_t groups() const { return k / group; }
+  [[gnu::always_inline]] int64_t tiles() const { return (n + TILE_ROWS - 1) / TILE_ROWS; }
   // Columns of a line, and lines of a group over 16 rows.
-  int64_t line_columns() const { return bits == 4 ? 8 : 4; }
-  int64_t steps() const { return (group + line_columns() - 1) / line_columns(); }
+  [[gnu::always_inline]] int64_t line_columns() const { return bits == 4 ? 8 : 4; }
+  [[gnu::always_inline]] int64_t steps() const {
+    return (group + line_columns() - 1) / line_columns();
+  }
   // Columns of a group as activations hold them, and bytes of one row of activations.
-  int64_t padded_group() const { return steps() * line_columns(); }
-  int64_t row_stride() const { return (groups() * padded_group() + 63) / 64 * 64 + 64; }
-  int64_t group_bytes() const {
+  [[gnu::always_inline]] int64_t padded_group() const { return steps() * line_columns(); }
+  [[gnu::always_inline]] int64_t row_stride() const {
+    return (groups() * padded_group() + 63) / 64 * 64 + 64;
+  }
+  [[gnu::always_inline]] int64_t group_bytes() const {
     return steps() * 2 * LINE + TILE_ROWS * bytes_of(scales);
   }
-  int64_t tile_bytes() const {
+  [[gnu::always_inline]] int64_t tile_bytes() const {
     return groups() * group_bytes() + (zeros ? (groups() + 3) / 4 * LINE : 0);
   }
 };
