@@ -10,19 +10,19 @@ many    M = 512: this package on AMX and on VNNI, torch's bf16 linear, and the s
 switch  M = 1 to 64: VNNI's time over AMX's, W4A8 and W4A16
 
 Weights rotate through copies of --memory MB in all, past the L3 cache. Wall time, in turns; median,
-lowest and highest round. Ends with one JSON line.
+lowest and highest round. Writes results/cpu-amx.json and ends with it as one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from common import finish
 from cpu_gemm import rotated
 from weightpath.bench.timing import in_turns
 from weightpath.kernels import cpu
@@ -202,7 +202,7 @@ def main() -> None:
                 body["many"] += many(a, n, k, size, weights, weight)
             if "switch" in parts and all(cpu.instruction_sets()[name] is None for name in SETS):
                 body["switch"] += switch(a, n, k, size, weights)
-    print(json.dumps({"kind": "cpu-amx", "threads": a.threads, **body}))
+    finish("cpu-amx", {"threads": a.threads, "torch": torch.__version__, **body})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 
+from random_qweight import a_qweight
 from weightpath.kernels import cpu, reference
 from weightpath.qweight import QWeight
 from weightpath.scheme import PER_CHANNEL, Scheme
@@ -23,27 +24,6 @@ VECTOR_SETS = [name for name in SETS if name != "scalar"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.skipif(not SETS, reason="this install has no compiled kernels")
 fuzz = hypothesis_settings(max_examples=120, deadline=None)
-
-
-def a_qweight(
-    n: int,
-    k: int,
-    group_size: int,
-    *,
-    bits: int = 4,
-    symmetric: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> QWeight:
-    """Random codes; scales of both signs, about 0.01."""
-    draw = torch.Generator().manual_seed(seed)
-    groups = 1 if group_size == PER_CHANNEL else k // group_size
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=draw)
-    scales = (torch.randn(n, groups, generator=draw) * 0.01).to(dtype)
-    zeros = None
-    if not symmetric:
-        zeros = torch.randint(0, 16, (n, groups), generator=draw).to(torch.int16)
-    return QWeight(Scheme(bits, group_size, symmetric), codes, scales, zeros)
 
 
 def an_input(kind: str, m: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

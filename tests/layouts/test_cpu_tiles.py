@@ -12,38 +12,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from random_qweight import a_qweight
 from weightpath.errors import BadTensor
 from weightpath.kernels import cpu
 from weightpath.layouts import cpu_tiles
 from weightpath.layouts.cpu_tiles import CpuTiles, from_qweight, refusal, to_qweight, unpack
 from weightpath.qweight import QWeight
-from weightpath.scheme import INT8, PER_CHANNEL, Scheme
+from weightpath.scheme import INT8, PER_CHANNEL
 
 quick = hypothesis_settings(max_examples=60, deadline=None)
 compiled = pytest.mark.skipif(
     "avx2" not in cpu.instruction_sets(), reason="this install has no compiled kernels"
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def a_qweight(
-    n: int,
-    k: int,
-    group_size: int,
-    *,
-    bits: int = 4,
-    symmetric: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> QWeight:
-    draw = torch.Generator().manual_seed(seed)
-    groups = 1 if group_size == PER_CHANNEL else k // group_size
-    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=draw)
-    scales = torch.randn(n, groups, generator=draw).to(dtype)
-    zeros = None
-    if not symmetric:
-        zeros = torch.randint(0, 16, (n, groups), generator=draw).to(torch.int16)
-    return QWeight(Scheme(bits, group_size, symmetric), codes, scales, zeros)
 
 
 def read_code(weight: CpuTiles, row: int, column: int) -> int:

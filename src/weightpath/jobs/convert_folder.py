@@ -36,7 +36,7 @@ from weightpath.jobs.conversion import (
 from weightpath.jobs.fit import change, fit
 from weightpath.jobs.quantize import refuse_loss
 from weightpath.jobs.targets import Target
-from weightpath.qweight import QWeight
+from weightpath.qweight import QWeight, scale_change
 from weightpath.version import __version__
 
 Made = tuple[Mapping[str, Tensor], dict[str, Any]]
@@ -152,10 +152,8 @@ def served_change(qweight: QWeight, config: dict[str, Any]) -> tuple[float, floa
     """
     if qweight.scales.dtype != torch.float16 or model_dtype(config) != torch.bfloat16:
         return None
-    before = qweight.scales.double()
-    moved = (qweight.scales.to(torch.bfloat16).double() - before).abs_()
-    relative = torch.where(before == 0, 0.0, moved / before.abs())
-    return float(relative.max()), float(relative.sum()), relative.numel()
+    change, count = scale_change(qweight, torch.bfloat16), qweight.scales.numel()
+    return change.largest, change.mean * count, count
 
 
 def _note(

@@ -14,6 +14,7 @@ weight is measured: |w - w'|, the largest and the mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,11 +85,10 @@ def _with_scales(
     return Fitted(cast, (*steps, f"scales rounded to {short}"), largest, mean)
 
 
-def change(after: QWeight | Tensor, before: object) -> tuple[float, float]:
+def change(after: QWeight | Tensor, before: Tensor | Callable[[], Tensor]) -> tuple[float, float]:
     """Largest and mean |before - after| over a weight [N, K]; before: a Tensor, or a function that
     gives it. Worked out in blocks of rows in fp32."""
-    reference = before() if callable(before) else before
-    assert isinstance(reference, Tensor)
+    reference = before if isinstance(before, Tensor) else before()
     n, k = reference.shape
     largest, total = 0.0, 0.0
     for start, stop in row_blocks(n, k):
