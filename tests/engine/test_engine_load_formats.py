@@ -41,7 +41,7 @@ def oracle(written: Written) -> Any:
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "weightpath-int8"])
 def test_every_format_computes_what_its_integers_stand_for(name: str, tmp_path: Path) -> None:
     written = write(name, tmp_path / "low", tokenizer=name == "gguf")
-    model = load(written.folder, dtype=torch.float32)
+    model = load(written.folder, dtype=torch.float32, backend="torch")
     wanted = logits(oracle(written))
     assert torch.allclose(logits(model), wanted, atol=2e-4 * float(wanted.abs().max()))
     floats = model.weightpath.floats  # type: ignore[union-attr]
@@ -53,7 +53,7 @@ def test_every_format_computes_what_its_integers_stand_for(name: str, tmp_path: 
 def test_act_order_runs_by_gathering_activations(bits: int, tmp_path: Path) -> None:
     options = {"ordered": True, "bits": bits, "symmetric": False}
     written = write("gptq-v2", tmp_path / "low", **options)
-    model = load(written.folder, dtype=torch.float32)
+    model = load(written.folder, dtype=torch.float32, backend="torch")
     wanted = logits(oracle(written))
     assert torch.allclose(logits(model), wanted, atol=2e-4 * float(wanted.abs().max()))
     module = model.get_submodule(DOWN)

@@ -19,6 +19,7 @@ from weightpath.checkpoints.low_bit import open_low_bit
 from weightpath.checkpoints.store import open_checkpoint
 from weightpath.engine.load import load, load_float
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor, CannotRun, WeightpathError
+from weightpath.kernels import cpu
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
 
@@ -39,6 +40,15 @@ def dequantized(folder: Path, source: Path) -> PreTrainedModel:
     return model
 
 
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def in_bf16(folder: Path, source: Path, wanted: torch.Tensor) -> float:
+    """What plain torch loses on the same weights when activations are bf16."""
+    return error(logits_of(dequantized(folder, source).bfloat16()).float(), wanted)
+
+
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
     """A copy of a checkpoint that a test may edit."""
@@ -53,10 +63,13 @@ def test_four_bit_logits_are_those_of_the_dequantized_weights_bit_for_bit(
 ) -> None:
     source = make_checkpoint(tmp_path / "source", kind, tied)
     weightpath.quantize(source, tmp_path / "low", scheme=scheme, head_bits=16)
-    model = load(tmp_path / "low", dtype=torch.float32)
+    model = load(tmp_path / "low", dtype=torch.float32, backend="torch")
     found, wanted = logits_of(model), logits_of(dequantized(tmp_path / "low", source))
     assert torch.equal(found, wanted)
     assert sum(isinstance(module, Int4Linear) for module in model.modules()) == 14
+    compiled = logits_of(load(tmp_path / "low", dtype=torch.float32))
+    assert not torch.equal(compiled, wanted)
+    assert error(compiled, wanted) < in_bf16(tmp_path / "low", source, wanted) / 8
     original = logits_of(load_float(open_checkpoint(source), torch.bfloat16, torch.float32))
     assert not torch.allclose(found, original, atol=1e-3)
 
@@ -69,9 +82,11 @@ def test_int8_logits_are_those_of_the_dequantized_weights_to_rounding(
 ) -> None:
     source = make_checkpoint(tmp_path / "source", kind, tied)
     weightpath.quantize(source, tmp_path / "low", scheme=scheme, head_bits=head)
-    model = load(tmp_path / "low", dtype=torch.float32)
+    model = load(tmp_path / "low", dtype=torch.float32, backend="torch")
     found, wanted = logits_of(model), logits_of(dequantized(tmp_path / "low", source))
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    compiled = logits_of(load(tmp_path / "low", dtype=torch.float32))
+    assert error(compiled, wanted) < in_bf16(tmp_path / "low", source, wanted) / 8
     wanted_head = Int8Linear if head == 8 else Int4Linear
     assert isinstance(model.get_output_embeddings(), wanted_head)
     assert isinstance(model.get_input_embeddings(), nn.Embedding)
@@ -110,8 +125,12 @@ def test_the_model_says_how_it_was_made_and_why_each_kernel(tiny_low_bit: Path) 
     assert len(explained) == 15
     assert explained["lm_head"]["scheme"] == "w8"
     assert explained[Q_PROJ]["scheme"] == "w4g64"
-    assert all(row["kernel"] == "torch" for row in explained.values())
+    assert all(row["kernel"] == "cpu" for row in explained.values())
     assert explained[Q_PROJ]["rejected"][0][0] == "triton"
+    fastest = next(name for name, why in cpu.instruction_sets().items() if why is None)
+    assert fastest in explained[Q_PROJ]["instruction_set"]
+    by_name: Any = load(tiny_low_bit, backend="torch").weightpath
+    assert {row["kernel"] for row in by_name.explain().values()} == {"torch"}
 
 
 def test_progress_counts_every_linear(tiny_low_bit: Path) -> None:
@@ -145,11 +164,9 @@ def test_activation_bits_that_no_kernel_has_are_refused(
 def test_a_backend_that_cannot_run_or_does_not_exist_says_so(tiny_low_bit: Path) -> None:
     with pytest.raises(CannotRun, match="Triton kernels run on CUDA"):
         load(tiny_low_bit, backend="triton")
-    with pytest.raises(BadRequest, match=r"backend 'fast': unknown; .*triton, torch"):
+    with pytest.raises(BadRequest, match=r"backend 'fast': unknown; .*triton, cpu, torch"):
         load(tiny_low_bit, backend="fast")
-    assert torch.equal(
-        logits_of(load(tiny_low_bit, backend="torch")), logits_of(load(tiny_low_bit))
-    )
+    assert torch.equal(logits_of(load(tiny_low_bit, backend="cpu")), logits_of(load(tiny_low_bit)))
 
 
 @pytest.mark.parametrize("device", ["abacus", "cpu:x", "", "cuda:99", "mps"])

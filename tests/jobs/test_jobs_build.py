@@ -168,10 +168,10 @@ def test_the_record_holds_what_was_measured(done: Done) -> None:
     assert record["kld"] == result.verification.fidelity.mean_kl.value
     assert record["kld_text"] == result.verification.text
     assert record["decode"]["ratio"] == result.speed.models[1].decode_ratio.median  # type: ignore[union-attr]
-    kernels = {
-        row["kernel"] for row in weightpath.load(result.folder).weightpath.explain().values()
-    }  # type: ignore[union-attr,operator]
+    explained = weightpath.load(result.folder).weightpath.explain()  # type: ignore[union-attr,operator]
+    kernels = {f"{row['kernel']} ({row['instruction_set']})" for row in explained.values()}
     assert record["kernel"] == " and ".join(sorted(kernels))
+    assert record["kernel"].startswith("cpu (")
     assert list(done.records.iterdir()) == [result.record]
 
 

@@ -6,30 +6,61 @@ import pytest
 import torch
 
 from weightpath.errors import BadRequest, CannotRun
+from weightpath.kernels import cpu
 from weightpath.kernels.choose import KERNELS, Layer, choose
 from weightpath.scheme import INT8, Scheme
 
 CPU = torch.device("cpu")
 
 
+META = torch.device("meta")
+
+
 @pytest.mark.parametrize(
     ("scheme", "k"),
-    [
-        (INT8, 33),
-        (Scheme(8, 64), 64),
-        (Scheme(4, 64), 128),
-        (Scheme(4), 6),
-        (Scheme(4, 2, False), 4),
-    ],
+    [(INT8, 33), (Scheme(4, 64), 128), (Scheme(4), 6), (Scheme(4, 8, False), 16)],
 )
-def test_torch_runs_int8_and_4_bit_groups_and_the_rejections_before_it_are_kept(
+def test_a_compiled_kernel_runs_what_tiles_hold_and_names_its_instruction_set(
     scheme: Scheme, k: int
 ) -> None:
     choice = choose(Layer(8, k, scheme, CPU))
-    assert choice.name == "torch"
-    assert [name for name, _ in choice.rejected] == ["triton"]
+    assert choice.name == "cpu"
+    assert choice.instruction_set.split(",")[0] == cpu.chosen_instruction_set()
+    assert choice.rejected[0][0] == "triton"
     assert "CUDA" in choice.rejected[0][1]
     assert "cpu" in choice.rejected[0][1]
+    refused = {name: reason for name, reason in cpu.instruction_sets().items() if reason}
+    assert set(choice.rejected[1:]) <= set(refused.items())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "k", "device", "scales", "word"),
+    [
+        (Scheme(8, 64), 64, CPU, torch.bfloat16, "one scale a row"),
+        (Scheme(4, 2, False), 4, CPU, torch.bfloat16, "multiples of 8"),
+        (Scheme(4, 64), 128, CPU, torch.float64, "float64"),
+        (INT8, 64, META, torch.float32, "on meta"),
+    ],
+)
+def test_torch_runs_the_rest_and_the_rejections_before_it_are_kept(
+    scheme: Scheme, k: int, device: torch.device, scales: torch.dtype, word: str
+) -> None:
+    choice = choose(Layer(8, k, scheme, device, scales))
+    assert choice.name == "torch"
+    assert choice.instruction_set == ""
+    assert [name for name, _ in choice.rejected] == ["triton", "cpu"]
+    assert word in choice.rejected[1][1]
+
+
+def test_an_install_without_compiled_kernels_says_so_and_runs_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "_load", lambda: ImportError("no module named _cpu"))
+    choice = choose(Layer(8, 64, INT8, CPU))
+    assert choice.name == "torch"
+    assert "not in this install" in dict(choice.rejected)["cpu"]
+    with pytest.raises(CannotRun, match=r"cpu: .*not in this install.* C\+\+20 compiler"):
+        choose(Layer(8, 64, INT8, CPU), "cpu")
 
 
 def test_triton_by_name_on_the_cpu_is_an_error_with_its_reason() -> None:

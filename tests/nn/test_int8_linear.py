@@ -59,8 +59,11 @@ def test_it_computes_what_a_linear_with_its_weight_would(bias: bool, dtype: torc
     exact = x.double() @ (module.codes.double() * module.scale.double()[:, None]).T
     if source.bias is not None:
         exact = exact + source.bias.double()
-    loss = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float64: 1e-12}
+    loss = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float64: 1e-12}
     assert float((y.double() - exact).norm() / exact.norm()) < loss[dtype]
+    module.set_backend("torch")
+    plain = float((module(x).double() - exact).norm() / exact.norm())
+    assert plain < (1e-6 if dtype == torch.float32 else loss[dtype])
 
 
 def test_a_bias_that_is_left_out_is_noticed() -> None:
@@ -85,7 +88,7 @@ def test_under_autocast_the_output_is_fp32_and_the_scale_is_not_rounded(
     low = x.to(dtype)
     product = (low.double() @ module.codes.double().T).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)  # fmt: skip
     wanted = product.float() * module.scale + source.bias
-    torch.testing.assert_close(y, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    torch.testing.assert_close(y, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
     # Judged without the bias: one rounding of the product, none of the scale.
     with torch.autocast("cpu", dtype=dtype):
         bare = Int8Linear(module.codes, module.scale)(x).double()
@@ -201,9 +204,9 @@ def test_minimums_and_a_column_order_are_not_lost_silently() -> None:
 def test_backends_switch_without_a_copy_and_a_refusal_changes_nothing() -> None:
     module = Int8Linear.from_linear(linear())
     place = module.codes.data_ptr()
-    assert module.kernel.name == "torch"
-    assert [name for name, _ in module.kernel.rejected] == ["triton"]
-    module.set_backend("torch")
+    assert module.kernel.name == "cpu"
+    assert next(name for name, _ in module.kernel.rejected) == "triton"
+    assert module.set_backend("torch") == ""
     assert module.backend == "torch"
     with pytest.raises(CannotRun, match="Triton kernels run on CUDA"):
         module.set_backend("triton")
@@ -211,8 +214,6 @@ def test_backends_switch_without_a_copy_and_a_refusal_changes_nothing() -> None:
         module.set_backend("marlin")
     assert module.backend == "torch"
     assert module.kernel.rejected == ()
-    module.set_backend(None)
-    assert module.backend is None
     assert module.codes.data_ptr() == place
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tiny_checkpoint import build_model, logits_of
 from weightpath.errors import BadRequest, BadTensor, CannotRun
+from weightpath.kernels import cpu
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
 from weightpath.nn.swap import (
@@ -118,7 +119,7 @@ def test_a_linear_used_at_two_names_is_replaced_at_both_and_counted_once() -> No
     assert len(quantize_model(model)) == 1
     assert isinstance(model.first, Int8Linear)
     assert model.second is model.first
-    assert set_backend(model, "torch") == 1
+    assert len(set_backend(model, "torch")) == 1
     assert model(torch.zeros(2, 8)).shape == (2, 8)
 
 
@@ -195,13 +196,32 @@ def test_set_backend_reaches_every_low_bit_linear_and_says_how_many() -> None:
     model = build_model()
     quantize_model(model, "w4g64")
     places = {name: next(module.buffers()).data_ptr() for name, module in low_bit_linears(model)}
-    assert set_backend(model, "torch") == 15
+    assert len(set_backend(model, "torch")) == 15
     assert {module.backend for _, module in low_bit_linears(model)} == {"torch"}
-    assert set_backend(model, None) == 15
-    assert {module.backend for _, module in low_bit_linears(model)} == {None}
     for name, module in low_bit_linears(model):
         assert next(module.buffers()).data_ptr() == places[name]
-    assert set_backend(stack(4, 4), "torch") == 0
+    assert len(set_backend(stack(4, 4), "torch")) == 0
+
+
+def test_set_backend_repacks_what_another_kernel_reads_otherwise_and_says_so() -> None:
+    model = build_model()
+    quantize_model(model, "w4g64")
+    x, held = torch.arange(12)[None], weight_bytes(model)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    switched = set_backend(model, None)
+    assert set(switched.kernels.values()) == {"cpu"}
+    assert set(switched.repacked.values()) == {"plain codes to CPU tiles"}
+    assert len(switched.repacked) == 15
+    assert set_backend(model, "cpu").repacked == {}
+    assert {module.backend for _, module in low_bit_linears(model)} == {"cpu"}
+    assert weight_bytes(model).matmul == held.matmul  # codes are held once
+    compiled = model(x).logits
+    back = set_backend(model, "torch")
+    assert set(back.repacked.values()) == {"CPU tiles to plain codes"}
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+    assert not torch.equal(model(x).logits, compiled)
+    torch.testing.assert_close(model(x).logits, compiled, rtol=0, atol=1e-3)
 
 
 def test_set_backend_changes_all_or_nothing() -> None:
@@ -232,8 +252,13 @@ def test_explain_gives_every_kernel_and_every_rejection() -> None:
         "2": "w8",
     }
     for row in report.values():
-        assert row["kernel"] == "torch"
-        assert [name for name, _ in row["rejected"]] == ["triton"]
+        assert row["kernel"] == "cpu"
+        rejected = [name for name, _ in row["rejected"]]
+        assert rejected[0] == "triton"
+        sets = list(cpu.instruction_sets())
+        assert str(row["instruction_set"]).startswith(cpu.chosen_instruction_set())
+        assert rejected[1:] == sets[: len(rejected) - 1]
+        assert all(cpu.instruction_sets()[name] for name in rejected[1:])
 
 
 def test_activation_bits_reach_the_4_bit_linears_only_and_are_counted() -> None:

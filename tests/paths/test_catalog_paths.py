@@ -51,10 +51,14 @@ def test_every_path_says_why_what_builds_it_and_what_runs_it(path: WeightPath):
     )
 
 
-def test_no_low_bit_path_claims_a_native_kernel_yet():
-    low_bit = [path for path in CATALOG if path.scheme is not None]
-    assert not any(path.native_kernel for path in low_bit)
-    assert all("reference kernel" in p.kernels for p in low_bit if p.engine_quantization)
+def test_cpu_paths_point_at_compiled_kernels_and_gpu_paths_say_that_torch_runs_them():
+    for path in CATALOG:
+        if path.scheme is None or path.name.startswith("export"):
+            continue
+        on_gpu = path.name.endswith("-cuda")
+        assert path.native_kernel == (not on_gpu)
+        assert ("reference kernel" in path.kernels) == on_gpu
+        assert on_gpu or "without a C++ compiler" in path.kernels
 
 
 def test_stored_bits_are_the_arithmetic_of_the_scheme():

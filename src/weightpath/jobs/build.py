@@ -227,8 +227,13 @@ def _run(
     reply = answer(
         model, tokenizer, [{"role": "user", "content": options.question}], options.answer_tokens
     )
-    kernels = {str(row["kernel"]) for row in explain(model).values()}
-    return speed, reply, " and ".join(sorted(kernels))
+    return speed, reply, " and ".join(sorted({_named(row) for row in explain(model).values()}))
+
+
+def _named(row: dict[str, object]) -> str:
+    """A kernel and what of it runs: "cpu (avx512-vnni)"."""
+    found = row["instruction_set"]
+    return f"{row['kernel']} ({found})" if found else str(row["kernel"])
 
 
 def _record(

@@ -13,39 +13,60 @@ from dataclasses import dataclass
 import torch
 
 from weightpath.errors import BadRequest, CannotRun
+from weightpath.kernels import cpu
+from weightpath.layouts import cpu_tiles
 from weightpath.scheme import Scheme
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a kernel is asked to run: out_features, in_features, the scheme and the device."""
+    """What a kernel is asked to run: out_features, in_features, the scheme, the device, and the
+    dtype that the scales have."""
 
     out_features: int
     in_features: int
     scheme: Scheme
     device: torch.device
+    scale_dtype: torch.dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and its own word on whether it can run a layer."""
+    """One kernel and its own word on whether it can run a layer. instruction_set: what of several
+    runs it here, and why faster ones do not."""
 
     name: str
     can_run: Callable[[Layer], str | None]
+    instruction_set: Callable[[], tuple[str, tuple[tuple[str, str], ...]]] = lambda: ("", ())
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel chosen for a layer, and (name, sentence) for every one passed over before it."""
+    """The kernel chosen for a layer, and (name, sentence) for every one passed over before it.
+
+    instruction_set: of a compiled CPU kernel, the one that runs one row, and from how many rows
+    another does; "" for other kernels. The faster ones that cannot run are among the rejected.
+    """
 
     name: str
     rejected: tuple[tuple[str, str], ...]
+    instruction_set: str = ""
 
 
 def _triton(layer: Layer) -> str | None:
     if layer.device.type != "cuda":
         return f"Triton kernels run on CUDA; this layer is on {layer.device.type}"
     return "weightpath 0.1 ships no Triton kernel; the torch kernel runs on this device"
+
+
+def _cpu(layer: Layer) -> str | None:
+    if layer.device.type != "cpu":
+        return f"the compiled CPU kernels read memory of the CPU; this layer is on {layer.device}"
+    if layer.scheme.bits == 4 and layer.in_features % 2:
+        return f"in_features {layer.in_features} is odd; 4-bit codes are packed in pairs"
+    return cpu.refusal() or cpu_tiles.scheme_refusal(
+        layer.scheme, layer.in_features, layer.scale_dtype
+    )
 
 
 def _torch(layer: Layer) -> str | None:
@@ -66,7 +87,11 @@ def _torch(layer: Layer) -> str | None:
     return None
 
 
-KERNELS: tuple[Kernel, ...] = (Kernel("triton", _triton), Kernel("torch", _torch))
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("triton", _triton),
+    Kernel("cpu", _cpu, cpu.instruction_set_here),
+    Kernel("torch", _torch),
+)
 
 
 def choose(layer: Layer, wanted: str | None = None) -> Choice:
@@ -84,7 +109,8 @@ def choose(layer: Layer, wanted: str | None = None) -> Choice:
             continue
         reason = kernel.can_run(layer)
         if reason is None:
-            return Choice(kernel.name, tuple(rejected))
+            found, passed_over = kernel.instruction_set()
+            return Choice(kernel.name, (*rejected, *passed_over), found)
         rejected.append((kernel.name, reason))
     raise CannotRun(
         f"no kernel runs {layer.scheme.name} [{layer.out_features}, {layer.in_features}] on "

@@ -29,12 +29,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from weightpath.errors import BadRequest, CannotRun
-from weightpath.layouts.cpu_tiles import KINDS, CpuTiles, checked, group_columns
+from weightpath.layouts.cpu_tiles import KINDS, CpuTiles, checked, group_columns, to_qweight
 from weightpath.qweight import QWeight
 
 BYTES, NIBBLES, INT8 = 0, 1, 2
 """How codes arrive at the packer: a byte each, two a byte, or int8."""
 HUGE_PAGE = 2 << 20
+SCALAR_ROWS = 8
+MOST_SWITCH_ROWS = 64
+"""Rows up to which instruction sets are asked whether they begin to be the fastest."""
 
 
 @cache
@@ -76,6 +79,45 @@ def chosen_instruction_set(wanted: str = "", rows: int = 1) -> str:
         return extension().chosen(wanted, rows)
     except ValueError as refused:
         raise CannotRun(str(refused)) from refused
+
+
+def refusal() -> str | None:
+    """Why no compiled kernel runs in this install, as a sentence, or None."""
+    try:
+        extension()
+    except CannotRun as missing:
+        return str(missing)
+    return None
+
+
+@cache
+def instruction_set_here() -> tuple[str, tuple[tuple[str, str], ...]]:
+    """What runs one row of x and from how many rows another does, in words; and (name, sentence)
+    for every faster one that this machine cannot run."""
+    ladder = [(rows, chosen_instruction_set(rows=rows)) for rows in range(1, MOST_SWITCH_ROWS + 1)]
+    said, last = ladder[0][1], ladder[0][1]
+    for rows, name in ladder:
+        if name != last:
+            said, last = f"{said}, {name} from {rows} rows", name
+    if fewest := fewest_torch_rows():
+        said = f"{said}, torch from {fewest} rows"
+    used = {name for _, name in ladder}
+    passed_over = []
+    for name, reason in instruction_sets().items():
+        if name in used:
+            break
+        passed_over.append((name, reason or "another one is faster here"))
+    return said, tuple(passed_over)
+
+
+@cache
+def fewest_torch_rows() -> int:
+    """Rows of x from which plain torch on unpacked tiles is faster than what runs here; 0: never.
+
+    Only where nothing but the scalar instruction set runs: on one Zen 4 core [2048, 2048] took it
+    2.9 ms a row against torch's 22 to 32 ms for 1 to 256 rows.
+    """
+    return SCALAR_ROWS if chosen_instruction_set() == "scalar" else 0
 
 
 def pack(qweight: QWeight, name: str = "weight") -> CpuTiles:
@@ -213,10 +255,10 @@ def _multiply(
     instruction_set: str,
 ) -> Tensor:
     module = extension()
-    if x.dtype not in KINDS or out not in KINDS or x.shape[-1] != k:
+    if x.dtype not in KINDS or out not in KINDS or x.shape[-1:] != (k,) or not x.is_cpu:
         raise BadRequest(
-            f"CPU linear: x is {x.dtype} {list(x.shape)} and the output {out}; wanted fp32, bf16 "
-            f"or fp16 and K = {k}"
+            f"CPU linear: x is {x.dtype} {list(x.shape)} on {x.device} and the output {out}; wanted "
+            f"fp32, bf16 or fp16 and K = {k}, on cpu"
         )
     if bias is not None and (bias.dtype not in KINDS or bias.shape != (n,)):
         raise BadRequest(f"CPU linear: bias is {bias.dtype} {list(bias.shape)}, wanted [{n}]")
@@ -275,3 +317,23 @@ def _(
     instruction_set: str,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], n, dtype=out)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, bias, bits, n, k, group_size, zeros, scales = inputs[:9]
+    dtype = next(dtype for dtype, kind in KINDS.items() if kind == scales)
+    ctx.weight = CpuTiles(packed, bits, n, k, group_size, zeros, dtype)
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Of x and bias; the rounding of x counts as none, as is usual (straight-through)."""
+    weight = to_qweight(ctx.weight).dequantize()
+    of_x = (gradient.float() @ weight).to(ctx.x_dtype)
+    of_bias = None
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return (of_x, None, of_bias, *(None,) * 10)
+
+
+_cpu_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,29 +1,31 @@
 """Int4Linear: a linear layer whose weight is 4-bit codes in groups.
 
 Buffers: packed uint8 [N, K/2] (column 2i in the low nibble of byte i), scales [N, nG] as stored,
-zeros uint8 [N, nG] or None when symmetric; bias as it was, or None. `activation_bits` 8 quantizes
-the activations per row as they arrive, the arithmetic of a W4A8 path; 16 leaves them float.
+zeros uint8 [N, nG] or None when symmetric (low_bit_linear.py: held as CPU tiles where the compiled
+kernels run); bias as it was, or None. `activation_bits` 8 quantizes the activations to int8 per row
+as they arrive, the arithmetic of a W4A8 path; 16 keeps them at 16 bits: floats as they come in the
+torch kernel, two int8 planes (max|x| / 32512 a step) in the compiled ones.
 A cast of the model (`model.to(torch.bfloat16)`) leaves the scales as stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
-from weightpath.kernels import reference
-from weightpath.kernels.choose import Choice, Layer, choose
+from weightpath.kernels import cpu, reference
+from weightpath.layouts.cpu_tiles import CpuTiles
+from weightpath.nn.low_bit_linear import LowBitLinear, Plain, plain_of
 from weightpath.quantize.rtn import quantize_rtn
 from weightpath.qweight import QWeight
 from weightpath.scheme import Scheme
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(LowBitLinear):
     """y = x @ ((codes - zeros) * scales).T + bias; x [..., K] float, y [..., N] in x's dtype."""
 
+    PLAIN = ("packed", "scales", "zeros")
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None
@@ -37,14 +39,12 @@ class Int4Linear(nn.Module):
         bias: Tensor | None = None,
     ) -> None:
         """packed uint8 [N, K/2], scales [N, nG], zeros uint8 [N, nG] or None. Nothing is copied."""
-        super().__init__()
+        super().__init__(bias)
         self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
         self.scheme = scheme
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
         self.register_buffer("zeros", zeros)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.backend: str | None = None
 
     @classmethod
     def from_linear(
@@ -89,35 +89,25 @@ class Int4Linear(nn.Module):
         zeros = qweight.zeros_as_codes(name)
         return cls(packed, qweight.scales, zeros, qweight.scheme, bias)
 
-    @property
-    def kernel(self) -> Choice:
-        """The kernel that runs this layer on its present device, with the rejections."""
-        layer = Layer(self.out_features, self.in_features, self.scheme, self.packed.device)
-        return choose(layer, self.backend)
-
-    def set_backend(self, backend: str | None) -> None:
-        """Use a kernel by name (None: the chooser's). CannotRun says why one cannot be had."""
-        choose(Layer(self.out_features, self.in_features, self.scheme, self.packed.device), backend)
-        self.backend = backend
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the codes stand for."""
-        return reference.dequantize_int4(self.packed, self.scales, self.zeros, dtype)
+        plain = self._plain()
+        return reference.dequantize_int4(plain["packed"], plain["scales"], plain["zeros"], dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int4Linear:
-        """What `to`, `half` and the like do; scales follow to a device, never to a dtype."""
-        scales = self.scales
-        super()._apply(fn, recurse)
-        if self.scales.dtype != scales.dtype:
-            self.scales = scales.to(self.scales.device)
-        return self
+    def _to_tiles(self) -> CpuTiles:
+        size = self.in_features // self.scales.shape[1]
+        parts = (self.packed, cpu.NIBBLES, self.scales, self.zeros)
+        return cpu.pack_parts(*parts, bits=4, group_size=size)
+
+    def _from_tiles(self, tiles: CpuTiles) -> Plain:
+        codes, scales, zeros = plain_of(tiles)
+        return {"packed": reference.pack_nibbles(codes), "scales": scales, "zeros": zeros}
+
+    def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
+        parts = (plain["packed"], plain["scales"], plain["zeros"])
+        return reference.int4_linear(x, *parts, self.bias, self.activation_bits)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return reference.int4_linear(
-            x, self.packed, self.scales, self.zeros, self.bias, self.scheme.activation_bits
-        )
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
+        return self._multiply(x, x.dtype)

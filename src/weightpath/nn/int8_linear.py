@@ -1,40 +1,40 @@
 """Int8Linear: a linear layer whose weight is int8 per output channel; activations stay float.
 
-Buffers: codes int8 [N, K], scale fp32 [N]; bias as it was, or None. A drop-in for nn.Linear.
+Buffers: codes int8 [N, K], scale fp32 [N] (low_bit_linear.py: held as CPU tiles where the compiled
+kernels run); bias as it was, or None. A drop-in for nn.Linear. The compiled kernels take activations
+as two int8 planes, 16 bits (max|x| / 32512 a step); the torch kernel takes the floats.
 Under autocast the product runs in the autocast dtype and the output stays fp32, so that the scale
 is never rounded to bf16; nor is it when the model is cast (`model.to(torch.bfloat16)`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
-from weightpath.kernels import reference
-from weightpath.kernels.choose import Choice, Layer, choose
+from weightpath.kernels import cpu, reference
+from weightpath.layouts.cpu_tiles import CpuTiles
+from weightpath.nn.low_bit_linear import LowBitLinear, Plain, plain_of
 from weightpath.quantize.int8 import quantize_per_channel
 from weightpath.qweight import QWeight
 from weightpath.scheme import INT8, PER_CHANNEL
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(LowBitLinear):
     """y = scale * (x @ codes.T) + bias; x [..., K] float, y [..., N] in x's dtype."""
 
+    PLAIN = ("codes", "scale")
     codes: Tensor
     scale: Tensor
     scheme = INT8
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         """codes int8 [N, K], scale fp32 [N], bias [N] or None. Nothing is copied."""
-        super().__init__()
+        super().__init__(bias)
         self.out_features, self.in_features = codes.shape
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.backend: str | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, name: str = "weight") -> Int8Linear:
@@ -60,34 +60,29 @@ class Int8Linear(nn.Module):
         codes = (qweight.codes.to(torch.int16) - 128).to(torch.int8)
         return cls(codes, qweight.scales[:, 0].float(), bias)
 
-    @property
-    def kernel(self) -> Choice:
-        """The kernel that runs this layer on its present device, with the rejections."""
-        layer = Layer(self.out_features, self.in_features, self.scheme, self.codes.device)
-        return choose(layer, self.backend)
-
-    def set_backend(self, backend: str | None) -> None:
-        """Use a kernel by name (None: the chooser's). CannotRun says why one cannot be had."""
-        choose(Layer(self.out_features, self.in_features, self.scheme, self.codes.device), backend)
-        self.backend = backend
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [N, K] that the codes stand for."""
-        return (self.codes.float() * self.scale[:, None]).to(dtype)
+        plain = self._plain()
+        codes, scale = plain["codes"], plain["scale"]
+        return (codes.float() * scale[:, None]).to(dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        """What `to`, `half` and the like do; the scale follows to a device, never to a dtype."""
-        scale = self.scale
-        super()._apply(fn, recurse)
-        if self.scale.dtype != scale.dtype:
-            self.scale = scale.to(self.scale.device)
-        return self
+    def _to_tiles(self) -> CpuTiles:
+        scale = self.scale[:, None]
+        return cpu.pack_parts(
+            self.codes, cpu.INT8, scale, None, bits=8, group_size=self.in_features
+        )
+
+    def _from_tiles(self, tiles: CpuTiles) -> Plain:
+        codes, scales, _ = plain_of(tiles)
+        return {"codes": (codes ^ 128).view(torch.int8), "scale": scales[:, 0].contiguous()}
+
+    def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
+        codes, scale = plain["codes"], plain["scale"]
+        out = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return reference.int8_linear(x, codes, scale, self.bias, out)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-            return reference.int8_linear(x, self.codes, self.scale, self.bias, torch.float32)
-        return reference.int8_linear(x, self.codes, self.scale, self.bias, x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, w8"
+            return self._multiply(x, torch.float32)
+        return self._multiply(x, x.dtype)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from weightpath.errors import BadRequest
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
+from weightpath.nn.low_bit_linear import LowBitLinear
 from weightpath.scheme import INT8, Scheme
 
-LowBitLinear = Int4Linear | Int8Linear
 READ_THE_WEIGHT = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch that read the weights of their linears past `forward`."""
 
@@ -40,6 +40,17 @@ class WeightBytes:
     @property
     def total(self) -> int:
         return self.matmul + self.embedding + self.rest
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What `set_backend` did: linear -> its kernel now; and linear -> what was repacked for it."""
+
+    kernels: dict[str, str]
+    repacked: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.kernels)
 
 
 def low_bit_linears(model: nn.Module) -> Iterator[tuple[str, LowBitLinear]]:
@@ -130,21 +141,20 @@ def _quantize(linear: nn.Linear, scheme: Scheme, name: str) -> LowBitLinear:
     raise BadRequest(f"scheme {scheme.name}: modules take int8 per channel or 4-bit groups")
 
 
-def set_backend(model: nn.Module, backend: str | None) -> int:
-    """Use the kernel `backend` in every low-bit linear; returns how many. No codes are copied.
+def set_backend(model: nn.Module, backend: str | None) -> Switched:
+    """Use the kernel `backend` in every low-bit linear (None: the chooser's).
 
-    CannotRun, before anything is changed, if one of them cannot run it.
+    Codes stay where they are when both kernels read the same form, and are repacked, one linear at
+    a time, where they do not. CannotRun, before anything is changed, if one of them cannot run it.
     """
-    modules = [module for _, module in low_bit_linears(model)]
-    previous = [module.backend for module in modules]
-    try:
-        for module in modules:
-            module.set_backend(backend)
-    except Exception:
-        for module, old in zip(modules, previous, strict=True):
-            module.backend = old
-        raise
-    return len(modules)
+    modules = dict(low_bit_linears(model))
+    for module in modules.values():
+        module.refuse_or(backend)
+    repacked = {name: module.set_backend(backend) for name, module in modules.items()}
+    return Switched(
+        {name: module.kernel.name for name, module in modules.items()},
+        {name: what for name, what in repacked.items() if what},
+    )
 
 
 def weight_bytes(model: nn.Module, float_bytes: int | None = None) -> WeightBytes:
@@ -184,13 +194,15 @@ def weight_bytes(model: nn.Module, float_bytes: int | None = None) -> WeightByte
 
 
 def explain(model: nn.Module) -> dict[str, dict[str, object]]:
-    """For every low-bit linear: its scheme, the kernel that runs it, and why not the others."""
+    """For every low-bit linear: its scheme, the kernel and instruction set that run it, and why not
+    the others."""
     report: dict[str, dict[str, object]] = {}
     for name, module in low_bit_linears(model):
         choice = module.kernel
         report[name] = {
             "scheme": module.scheme.name,
             "kernel": choice.name,
+            "instruction_set": choice.instruction_set,
             "rejected": [list(row) for row in choice.rejected],
         }
     return report
@@ -207,6 +219,6 @@ def set_activation_bits(model: nn.Module, bits: int) -> int:
 
 
 __all__ = [
-    "Int4Linear", "Int8Linear", "LowBitLinear", "Swapped", "WeightBytes", "explain", "low_bit_linears",
+    "Int4Linear", "Int8Linear", "LowBitLinear", "Swapped", "Switched", "WeightBytes", "explain", "low_bit_linears",
     "quantize_model", "replace_module", "set_activation_bits", "set_backend", "weight_bytes",
 ]  # fmt: skip

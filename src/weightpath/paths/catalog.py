@@ -28,6 +28,12 @@ REFERENCE_KERNEL = (
     "fast; native kernels come later"
 )
 
+_OTHERWISE = "; where weightpath was installed without a C++ compiler, plain torch"
+_CPU_KERNEL = (
+    "weightpath's compiled kernels: AMX int8, AVX-512 VNNI, AVX-VNNI, AVX2 or Arm's dot products, "
+    "the fastest that this CPU has"
+)
+
 _SELECTOR = "the selector's authors: Xeon 8480C, 24 threads, a 1.7 B model, batch 1"
 _SHEET = "the project's GPU sheet: one H200, bf16, g128, CUDA graphs, cold L2"
 
@@ -118,11 +124,13 @@ def _low_bit(
     rationale: str,
     requires: Callable[[HardwareProfile], str | None],
     vllm: bool,
+    compiled: str | None = None,
     dtype: str | None = None,
     engine_environment: tuple[tuple[str, str], ...] = (),
     notes: tuple[str, ...] = (),
     claims: tuple[str, ...] = (),
 ) -> WeightPath:
+    """A path of quantized linears. compiled: the kernels of this package that run it, if any."""
     return WeightPath(
         name=name,
         scheme=scheme,
@@ -133,7 +141,8 @@ def _low_bit(
         vllm=vllm,
         rationale=rationale,
         built_by=_build_command(scheme),
-        kernels=REFERENCE_KERNEL,
+        kernels=REFERENCE_KERNEL if compiled is None else compiled + _OTHERWISE,
+        native_kernel=compiled is not None,
         dtype=dtype,
         engine_environment=engine_environment,
         notes=notes,
@@ -185,6 +194,7 @@ CATALOG: tuple[WeightPath, ...] = (
         "with int8 activations are fastest at both prompt and decode; the least faithful path",
         needs.amx,
         vllm=True,
+        compiled="weightpath's compiled kernel on AMX int8 tiles, on AVX-512 VNNI below 8 rows",
         dtype="bfloat16",  # vLLM quantizes activations for bf16 models only
         engine_environment=_W4A8_ON,
         notes=(_ASYMMETRIC_UNTRIED,),
@@ -201,6 +211,7 @@ CATALOG: tuple[WeightPath, ...] = (
         "core, so decode is bound by reading 4-bit weights and a prompt by int8 arithmetic",
         needs.vnni,
         vllm=False,
+        compiled="weightpath's compiled kernel on AVX-512 VNNI or AVX-VNNI",
         notes=(
             _ASYMMETRIC_UNTRIED,
             "vLLM opens the file and runs it with 16-bit activations: there it is w4a16-tinygemm",
@@ -217,6 +228,7 @@ CATALOG: tuple[WeightPath, ...] = (
         "bound by reading the weights there too",
         needs.avx2,
         vllm=False,
+        compiled="weightpath's compiled kernel on AVX2",
         notes=(_ASYMMETRIC_UNTRIED, "plain AVX-512 without VNNI runs this path as well"),
     ),
     _low_bit(
@@ -226,8 +238,11 @@ CATALOG: tuple[WeightPath, ...] = (
         "int8 activations, and closer to the model",
         needs.cpu,
         vllm=True,
+        compiled=_CPU_KERNEL + ", with 16-bit activations as two int8 planes",
         engine_environment=_W4A8_OFF,
         notes=(
+            "named after the torch kernel that first ran these weights on a CPU; weightpath runs "
+            "them without it",
             "tinygemm holds a bf16 scale and a bf16 zero a group in memory: 4 + 32/G bits",
             "vLLM runs it with a vector kernel of its own, on x86 with AVX-512 only",
         ),
@@ -239,10 +254,11 @@ CATALOG: tuple[WeightPath, ...] = (
     _low_bit(
         "w8a16",
         INT8,
-        "int8 per output channel by plain torch on any device: the most faithful low-bit path, "
-        "at twice the bytes of a 4-bit one",
+        "int8 per output channel on any device: the most faithful low-bit path, at twice the bytes "
+        "of a 4-bit one",
         needs.torch_device,
         vllm=False,
+        compiled=_CPU_KERNEL + "; on another CPU one without vectors, below 8 rows of activations",
     ),
     _low_bit(
         "w4a16-cuda",

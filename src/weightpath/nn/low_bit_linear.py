@@ -1,0 +1,221 @@
+"""LowBitLinear: what the low-bit linears share, which is the kernel they run on and the form of
+their codes.
+
+A module holds its codes once, in one of two forms:
+
+    plain    the subclass's named buffers, on any device: what the torch kernel reads
+    tiles    one uint8 buffer in the bytes of `layouts/cpu_tiles.py`, in place of those: what the
+             compiled CPU kernels read
+
+`set_backend`, or the first product, brings them into the form that the chosen kernel reads; moving
+to another device brings back the plain one. Attributes, `state_dict` and `dequantize` give the plain
+values in either form, so that a saved file never depends on the machine that wrote it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from weightpath.errors import CannotRun
+from weightpath.kernels import cpu
+from weightpath.kernels.choose import Choice, Layer, choose
+from weightpath.layouts import cpu_tiles
+from weightpath.layouts.cpu_tiles import CpuTiles
+from weightpath.scheme import Scheme
+
+Plain = dict[str, Any]
+"""The plain buffers by name: tensors, or None for zeros that a symmetric scheme has not."""
+_forming = threading.Lock()
+
+
+class LowBitLinear(nn.Module):
+    """y = x @ weight.T + bias on low-bit codes; x [..., K] float, y [..., N]."""
+
+    PLAIN: ClassVar[tuple[str, ...]]
+    """Names of the buffers that tiles stand for."""
+    scheme: Scheme
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.backend: str | None = None
+        self.scale_per_group = False  # of int8 activations in the compiled kernels; else per row
+        self._tiles: CpuTiles | None = None
+        self._ready = False  # whether the form is the chosen kernel's
+        self._few_rows = 0  # rows of x from which torch takes the product; 0: never
+
+    # The subclass's part.
+
+    def _to_tiles(self) -> CpuTiles:
+        """The plain buffers laid out."""
+        raise NotImplementedError
+
+    def _from_tiles(self, tiles: CpuTiles) -> Plain:
+        """The plain buffers' values, by name."""
+        raise NotImplementedError
+
+    def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
+        """The product in plain torch."""
+        raise NotImplementedError
+
+    @property
+    def activation_bits(self) -> int:
+        """8 where activations are quantized to int8 as they arrive, else 16."""
+        return self.scheme.activation_bits
+
+    # Choosing.
+
+    def _layer(self) -> Layer:
+        held = self._buffers["tiles" if self._tiles is not None else self.PLAIN[0]]
+        assert held is not None
+        return Layer(
+            self.out_features, self.in_features, self.scheme, held.device, self._scale_dtype()
+        )
+
+    def _scale_dtype(self) -> torch.dtype:
+        if self._tiles is not None:
+            return self._tiles.scale_dtype
+        scales = self._buffers[self.PLAIN[1]]
+        assert scales is not None
+        return scales.dtype
+
+    @property
+    def kernel(self) -> Choice:
+        """The kernel that runs this layer on its present device, with the rejections."""
+        return choose(self._layer(), self.backend)
+
+    def set_backend(self, backend: str | None) -> str:
+        """Use a kernel by name (None: the chooser's); returns what was repacked, or "".
+
+        CannotRun says why one cannot be had, and nothing has changed then.
+        """
+        self.refuse_or(backend)
+        self.backend = backend
+        self._ready = False
+        return self.prepare()
+
+    def refuse_or(self, backend: str | None) -> None:
+        """CannotRun, or BadRequest for an unknown name, where `backend` cannot run this layer."""
+        choose(self._layer(), backend)
+
+    def prepare(self) -> str:
+        """Bring the codes into the form that the chosen kernel reads; returns what was repacked.
+
+        The first product does it by itself; call it before `torch.export`, which cannot.
+        """
+        with _forming:
+            if self._ready:
+                return ""
+            wants_tiles = self.kernel.name == "cpu"
+            done = ""
+            if wants_tiles and self._tiles is None:
+                self._hold_tiles(self._to_tiles())
+                done = "plain codes to CPU tiles"
+            elif not wants_tiles and self._tiles is not None:
+                self._hold_plain()
+                done = "CPU tiles to plain codes"
+            self._few_rows = cpu.fewest_torch_rows() if wants_tiles else 0
+            self._ready = True
+            return done
+
+    def _hold_tiles(self, tiles: CpuTiles) -> None:
+        self.register_buffer("tiles", tiles.packed)
+        self._tiles = tiles
+        for name in self.PLAIN:
+            del self._buffers[name]
+
+    def _hold_plain(self) -> None:
+        for name, value in self._plain().items():
+            self._buffers[name] = value
+        self._tiles = None
+        del self._buffers["tiles"]
+
+    @property
+    def cpu_tiles(self) -> CpuTiles | None:
+        """The codes as the compiled CPU kernels read them, where they are held so."""
+        return self._tiles
+
+    # Values in either form.
+
+    def _plain(self) -> Plain:
+        if self._tiles is None:
+            return {name: self._buffers[name] for name in self.PLAIN}
+        return self._from_tiles(self._tiles)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).PLAIN and self.__dict__.get("_tiles") is not None:
+            return self._plain()[name]
+        return super().__getattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
+        """What `to`, `half` and the like do: scales follow to a device, never to a dtype, and tiles
+        stay on the CPU."""
+        if self._tiles is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
+            self._hold_plain()
+        self._ready = False
+        stored = {name: value for name, value in self._buffers.items() if value is not None}
+        super()._apply(fn, recurse)
+        for name, before in stored.items():
+            after = self._buffers[name]
+            assert after is not None
+            if after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        if self._tiles is not None:
+            held = self._buffers["tiles"]
+            assert held is not None
+            self._tiles = replace(self._tiles, packed=held)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._tiles is None:
+            return
+        del destination[prefix + "tiles"]
+        for name, value in self._plain().items():
+            if value is not None:
+                destination[prefix + name] = value
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        if self._tiles is not None:
+            self._hold_plain()
+            self._ready = False
+        super()._load_from_state_dict(*arguments, **named)
+
+    # The product.
+
+    def _multiply(self, x: Tensor, out: torch.dtype) -> Tensor:
+        """y in `out`. fp64 has no compiled kernel: it goes to torch in either form."""
+        if not self._ready:
+            if torch.compiler.is_exporting():
+                raise CannotRun(
+                    f"a {self.scheme.name} linear [{self.out_features}, {self.in_features}] is not "
+                    "laid out yet; call weightpath.nn.swap.set_backend(model, None) before export"
+                )
+            self.prepare()
+        tiles = self._tiles
+        if tiles is None or x.dtype == torch.float64:
+            return self._multiply_plain(x, self._plain()).to(out)
+        if self._few_rows and x.numel() >= self._few_rows * self.in_features:
+            return self._multiply_plain(x, self._plain()).to(out)
+        if torch.compiler.is_compiling():
+            tiles = replace(tiles, packed=self._buffers["tiles"])
+        bits, per_group = self.activation_bits, self.scale_per_group
+        return cpu.linear(x, tiles, self.bias, activation_bits=bits, per_group=per_group, out=out)
+
+    def extra_repr(self) -> str:
+        """What print(model) shows of it."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
+
+
+def plain_of(tiles: CpuTiles) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes uint8 [N, K], scales and zeros of tiles, in memory of their own."""
+    return cpu_tiles.unpack(tiles)
