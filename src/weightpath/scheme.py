@@ -5,7 +5,7 @@
 N = out_features, K = in_features, nG = K / group_size. Codes are unsigned, 0 .. 2**bits - 1;
 a symmetric scheme has zero = 2**(bits-1) everywhere and stores none. `group_size` -1 means one
 group a row (per output channel). `activation_bits` is a run-time property: 16 keeps activations
-floating point, 8 quantizes them per row as they arrive; it changes nothing on disk.
+floating point, 8 quantizes them as they arrive; it changes nothing on disk.
 """
 
 from __future__ import annotations

@@ -311,3 +311,13 @@ def test_strided_inputs_give_what_contiguous_ones_give_and_are_not_written_to() 
     for value, copy in zip((x, *strided, eight), copies, strict=True):
         assert torch.equal(value, copy)
     assert torch.equal(reference.unpack_nibbles(strided[0]), codes)
+
+
+def test_a_scale_a_group_keeps_small_groups_beside_an_outlier() -> None:
+    x = torch.full((1, 8), 0.01)
+    x[0, 0] = 100.0
+    whole = reference.quantize_activations(x)
+    apart = reference.quantize_activations(x, groups=2)
+    assert torch.equal(whole[0, 4:], torch.zeros(4))
+    torch.testing.assert_close(apart[0, 4:], x[0, 4:])
+    assert torch.equal(apart[0, :4], whole[0, :4])

@@ -85,7 +85,12 @@ def test_8_bit_activations_change_the_product_as_the_formula_says() -> None:
     eight.set_backend("torch")
     sixteen.set_backend("torch")
     torch.testing.assert_close(compiled, eight(x))
+    assert torch.equal(eight(x), sixteen(reference.quantize_activations(x, groups=3)))
+    eight.scale_per_group = False
     assert torch.equal(eight(x), sixteen(reference.quantize_activations(x)))
+    eight.set_backend("cpu")
+    torch.testing.assert_close(eight(x), sixteen(reference.quantize_activations(x)))
+    assert not torch.equal(eight(x), compiled)
     assert not torch.equal(eight(x), sixteen(x))
     assert torch.equal(eight.dequantize(), sixteen.dequantize())
 

@@ -43,11 +43,14 @@ def dequantize_int4(
     return ((codes - zero) * scales.to(work)[:, :, None]).view(n, -1).to(dtype)
 
 
-def quantize_activations(x: Tensor) -> Tensor:
-    """x [..., K] as symmetric int8 per row would carry it: round(x / s) * s, s = max|x| / 127.
+def quantize_activations(x: Tensor, groups: int = 1) -> Tensor:
+    """x [..., K] as symmetric int8 would carry it: round(x / s) * s, s = max|x| / 127 over a row, or
+    over each of `groups` equal parts of a row.
 
     Returned in x's dtype: what an 8-bit-activation path multiplies by. A row of zeros stays zero.
     """
+    if groups > 1:
+        return quantize_activations(x.unflatten(-1, (groups, -1))).flatten(-2)
     exact = x.float()
     scale = exact.abs().amax(dim=-1, keepdim=True) / 127
     divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -61,10 +64,12 @@ def int4_linear(
     zeros: Tensor | None,
     bias: Tensor | None,
     activation_bits: int = 16,
+    scale_per_group: bool = False,
 ) -> Tensor:
-    """x times a 4-bit weight, in x's dtype [..., N]."""
+    """x times a 4-bit weight, in x's dtype [..., N]. scale_per_group: of 8-bit activations; else a
+    scale a row."""
     if activation_bits == 8:
-        x = quantize_activations(x)
+        x = quantize_activations(x, scales.shape[1] if scale_per_group else 1)
     weight = dequantize_int4(packed, scales, zeros, x.dtype)
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
 

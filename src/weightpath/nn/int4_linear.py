@@ -2,8 +2,9 @@
 
 Buffers: packed uint8 [N, K/2] (column 2i in the low nibble of byte i), scales [N, nG] as stored,
 zeros uint8 [N, nG] or None when symmetric (low_bit_linear.py: held as CPU tiles where the compiled
-kernels run); bias as it was, or None. `activation_bits` 8 quantizes the activations to int8 per row
-as they arrive, the arithmetic of a W4A8 path; 16 keeps them at 16 bits: floats as they come in the
+kernels run); bias as it was, or None. `activation_bits` 8 quantizes the activations to int8 as they
+arrive, the arithmetic of a W4A8 path, with a scale for each group of a row (`scale_per_group` False:
+one a row; what either loses and costs is in docs/experiments.md); 16 keeps them at 16 bits: floats as they come in the
 torch kernel, two int8 planes (max|x| / 32512 a step) in the compiled ones.
 A cast of the model (`model.to(torch.bfloat16)`) leaves the scales as stored.
 """
@@ -105,7 +106,8 @@ class Int4Linear(LowBitLinear):
 
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
         parts = (plain["packed"], plain["scales"], plain["zeros"])
-        return reference.int4_linear(x, *parts, self.bias, self.activation_bits)
+        taken = (self.activation_bits, self.scale_per_group)
+        return reference.int4_linear(x, *parts, self.bias, *taken)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):

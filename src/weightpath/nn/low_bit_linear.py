@@ -48,7 +48,7 @@ class LowBitLinear(nn.Module):
         super().__init__()
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.backend: str | None = None
-        self.scale_per_group = False  # of int8 activations in the compiled kernels; else per row
+        self.scale_per_group = True  # of 8-bit activations; else one a row
         self._tiles: CpuTiles | None = None
         self._ready = False  # whether the form is the chosen kernel's
         self._few_rows = 0  # rows of x from which torch takes the product; 0: never
@@ -208,7 +208,8 @@ class LowBitLinear(nn.Module):
             return self._multiply_plain(x, self._plain()).to(out)
         if torch.compiler.is_compiling():
             tiles = replace(tiles, packed=self._buffers["tiles"])
-        bits, per_group = self.activation_bits, self.scale_per_group
+        bits = self.activation_bits
+        per_group = bits == 8 and self.scale_per_group and tiles.groups > 1
         return cpu.linear(x, tiles, self.bias, activation_bits=bits, per_group=per_group, out=out)
 
     def extra_repr(self) -> str:
