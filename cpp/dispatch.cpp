@@ -50,11 +50,31 @@ Candidate avx2() {
 #endif
 }
 
+Candidate avx2_vnni() {
+#ifdef WEIGHTPATH_AVX2_VNNI
+  const Features& cpu = features();
+#ifdef WEIGHTPATH_EMULATED_AVX_VNNI
+  if (!cpu.avx512 || !cpu.avx512_vnni || !cpu.os_avx512) {
+    return {"avx2-vnni", nullptr, "this build emulates it with AVX-512 VNNI, which cannot run here"};
+  }
+#else
+  if (!cpu.avx_vnni) return {"avx2-vnni", nullptr, "the CPU has no AVX-VNNI"};
+#endif
+  if (!cpu.avx2 || !cpu.fma || !cpu.f16c) {
+    return {"avx2-vnni", nullptr, "the CPU has no AVX2 with FMA and F16C"};
+  }
+  if (!cpu.os_avx) return {"avx2-vnni", nullptr, "the operating system does not save AVX registers"};
+  return {"avx2-vnni", &AVX2_VNNI, ""};
+#else
+  return {"avx2-vnni", nullptr, NOT_COMPILED};
+#endif
+}
+
 }  // namespace
 
 const std::vector<Candidate>& candidates() {
   static const std::vector<Candidate> all = {
-      amx_int8(), avx512_vnni(), avx2(), {"scalar", &SCALAR, ""}};
+      amx_int8(), avx512_vnni(), avx2_vnni(), avx2(), {"scalar", &SCALAR, ""}};
   return all;
 }
 
