@@ -7,8 +7,8 @@
 // four half lines at once, one stream. GCC spills accumulators here unless it is told to allocate
 // registers for the function as one region (-fira-region=one in CMakeLists.txt).
 //
-// WEIGHTPATH_EMULATED_AVX_VNNI: the same instructions, but vpdpbusd in its EVEX form, for tests on a
-// CPU with AVX-512 VNNI and no AVX-VNNI (Ice Lake, Zen 4).
+// WEIGHTPATH_EMULATED_AVX_VNNI: the same instructions, but vpdpbusd in its EVEX form, for tests on
+// a CPU with AVX-512 VNNI and no AVX-VNNI (Ice Lake, Zen 4).
 
 #include "avx2.hpp"
 

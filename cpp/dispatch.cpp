@@ -55,15 +55,13 @@ Candidate avx2_vnni() {
   const Features& cpu = features();
 #ifdef WEIGHTPATH_EMULATED_AVX_VNNI
   if (!cpu.avx512 || !cpu.avx512_vnni || !cpu.os_avx512) {
-    return {"avx2-vnni", nullptr, "this build emulates it with AVX-512 VNNI, which cannot run here"};
+    return {"avx2-vnni", nullptr, "this build emulates it by AVX-512 VNNI, which cannot run here"};
   }
 #else
   if (!cpu.avx_vnni) return {"avx2-vnni", nullptr, "the CPU has no AVX-VNNI"};
 #endif
-  if (!cpu.avx2 || !cpu.fma || !cpu.f16c) {
-    return {"avx2-vnni", nullptr, "the CPU has no AVX2 with FMA and F16C"};
-  }
-  if (!cpu.os_avx) return {"avx2-vnni", nullptr, "the operating system does not save AVX registers"};
+  const Candidate registers = avx2();
+  if (!registers.use) return {"avx2-vnni", nullptr, registers.refusal};
   return {"avx2-vnni", &AVX2_VNNI, ""};
 #else
   return {"avx2-vnni", nullptr, NOT_COMPILED};
