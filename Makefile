@@ -7,7 +7,7 @@ PEERS ?= .
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check interop fuzz bench clean
+.PHONY: run test check sanitize emulated interop fuzz bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -19,6 +19,32 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# Both below build the instruction sets that this CPU lacks in emulated form: AMX's tiles in plain
+# C++, AVX-VNNI by AVX-512 VNNI (so only where the CPU has that).
+EMULATED := WEIGHTPATH_EMULATED_AMX=ON WEIGHTPATH_EMULATED_AVX_VNNI=ON
+
+# cpp/check.cpp under the address, undefined and thread sanitizers: every instruction set against
+# the scalar one, several callers, a fork. Any finding ends it. The child of the fork starts threads.
+sanitize: $(VENV)/.installed
+	set -e; for kind in address,undefined thread; do \
+		$(BIN)/cmake -S . -B .sanitize/$$kind $(EMULATED:%=-D%) -DWEIGHTPATH_CHECK=ON \
+			-DCMAKE_CXX_FLAGS="-O1 -g1 -fsanitize=$$kind -fno-sanitize-recover=all" > /dev/null; \
+		$(BIN)/cmake --build .sanitize/$$kind --parallel $(WORKERS) > /dev/null; \
+		echo "sanitizers: $$kind"; \
+		TSAN_OPTIONS=die_after_fork=0:halt_on_error=1 .sanitize/$$kind/check $(or $(CASES),300); \
+	done
+
+# tests/kernels against an extension with the emulated instruction sets, in an environment of its own
+# that borrows the packages of $(VENV). The second line from below ends it where nothing was compiled.
+emulated: $(VENV)/.installed
+	$(BIN)/python -m venv --clear --without-pip .sanitize/emulated
+	$(BIN)/python -m pip --quiet --disable-pip-version-check --python .sanitize/emulated/bin/python \
+		install --no-deps -C build-dir=.sanitize/extension $(EMULATED:%=-C cmake.define.%) .
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$(.sanitize/emulated/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/borrowed.pth"
+	.sanitize/emulated/bin/python -c "from weightpath.kernels import cpu; cpu.extension(); print(cpu.instruction_sets())"
+	OMP_NUM_THREADS=1 .sanitize/emulated/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels
 
 # Peers are installed in environments of their own, .venv-vllm, .venv-llama and .venv-writers under
 # PEERS (3.4 GB), reused while their pins are the same.
@@ -44,4 +70,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-*
+	rm -rf $(VENV) .venv-* .sanitize

@@ -1,6 +1,6 @@
 // A program for sanitizers: random weights, activations and shapes through every instruction set
 // that runs here, compared with the scalar one bit for bit; then several callers at once, and a
-// fork. Built with -DWEIGHTPATH_CHECK=ON; give -fsanitize=... in CMAKE_CXX_FLAGS.
+// fork. Built with -DWEIGHTPATH_CHECK=ON and -fsanitize=... in CMAKE_CXX_FLAGS: `make sanitize`.
 //
 //   check [cases] [seed] [--no-fork]        exit code 0 where all agree
 //
@@ -107,6 +107,11 @@ int disagreements(int cases, uint32_t seed) {
 int main(int count, char** arguments) {
   const int cases = count > 1 ? std::atoi(arguments[1]) : 200;
   const uint32_t seed = count > 2 ? static_cast<uint32_t>(std::atoi(arguments[2])) : 0;
+  for (const Candidate& candidate : candidates()) {
+    std::printf("%s: %s\n", candidate.name,
+                candidate.use ? "checked" : candidate.refusal.c_str());
+  }
+  std::fflush(stdout);  // before a fork copies what is not written yet
   int wrong = disagreements(cases, seed);
   int each[3] = {0, 0, 0};
   std::vector<std::thread> callers;

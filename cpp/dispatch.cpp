@@ -50,11 +50,29 @@ Candidate avx2() {
 #endif
 }
 
+Candidate avx2_vnni() {
+#ifdef WEIGHTPATH_AVX2_VNNI
+  const Features& cpu = features();
+#ifdef WEIGHTPATH_EMULATED_AVX_VNNI
+  if (!cpu.avx512 || !cpu.avx512_vnni || !cpu.os_avx512) {
+    return {"avx2-vnni", nullptr, "this build emulates it by AVX-512 VNNI, which cannot run here"};
+  }
+#else
+  if (!cpu.avx_vnni) return {"avx2-vnni", nullptr, "the CPU has no AVX-VNNI"};
+#endif
+  const Candidate registers = avx2();
+  if (!registers.use) return {"avx2-vnni", nullptr, registers.refusal};
+  return {"avx2-vnni", &AVX2_VNNI, ""};
+#else
+  return {"avx2-vnni", nullptr, NOT_COMPILED};
+#endif
+}
+
 }  // namespace
 
 const std::vector<Candidate>& candidates() {
   static const std::vector<Candidate> all = {
-      amx_int8(), avx512_vnni(), avx2(), {"scalar", &SCALAR, ""}};
+      amx_int8(), avx512_vnni(), avx2_vnni(), avx2(), {"scalar", &SCALAR, ""}};
   return all;
 }
 

@@ -93,6 +93,9 @@ extern const InstructionSet SCALAR;
 #ifdef WEIGHTPATH_AVX2
 extern const InstructionSet AVX2;
 #endif
+#ifdef WEIGHTPATH_AVX2_VNNI
+extern const InstructionSet AVX2_VNNI;
+#endif
 #ifdef WEIGHTPATH_AVX512_VNNI
 extern const InstructionSet AVX512_VNNI;
 #endif

@@ -54,6 +54,19 @@ def test_every_instruction_set_runs_or_says_why_not() -> None:
             assert reason in str(caught.value)
 
 
+def test_instruction_sets_are_listed_fastest_first() -> None:
+    wanted = ["amx-int8", "avx512-vnni", "avx2-vnni", "avx2", "scalar"]
+    assert [name for name in cpu.instruction_sets() if name in wanted] == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name != "scalar"])
+def test_the_int8_peak_is_counted_from_products_that_were_done(name: str) -> None:
+    module = cpu.extension()
+    once = module.burn(name, 1, 1)
+    assert once > 0
+    assert module.burn(name, 50, 1) == 50 * once
+
+
 def test_an_unknown_instruction_set_lists_the_known() -> None:
     with pytest.raises(CannotRun) as caught:
         cpu.chosen_instruction_set("mmx")
