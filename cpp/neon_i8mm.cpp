@@ -37,6 +37,7 @@ void block(const uint8_t* codes, int64_t columns, const int8_t* const* q, int64_
 #pragma GCC unroll 8
       for (int j = 0; j < OUTPUT_PAIRS; ++j) {
         const uint8x16_t code = vld1q_u8(codes + j * PIECE);
+        if constexpr (PAIRS == MOST_PAIRS) keep_order(codes, sums[j][0]);
 #pragma GCC unroll 3
         for (int p = 0; p < PAIRS; ++p) sums[j][p] = vusmmlaq_s32(sums[j][p], code, x[p]);
       }

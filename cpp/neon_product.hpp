@@ -23,6 +23,12 @@ constexpr int64_t SLICE_COLUMNS = 256;
 
 using Sums = int32_t[TILE_ROWS];
 
+// Later loads from `from` stay behind what `sum` has waited for. With 24 sums in registers GCC would
+// load a step's codes at its beginning and keep sums in memory instead (5 stores a step).
+static inline void keep_order(const uint8_t*& from, int32x4_t sum) {
+  __asm__ volatile("" : "+r"(from) : "w"(sum));
+}
+
 // What is taken off each of 32 rows' codes in group g: stored, or the midpoint that is left.
 template <typename Set, int BITS>
 static inline void zero_points(const uint8_t* line, int64_t g, uint32x4_t (&zero)[PIECES]) {
@@ -108,6 +114,7 @@ static void few_rows(const uint8_t* tile, const Shape& shape, const Activations&
 #pragma GCC unroll 8
       for (int i = 0; i < PIECES; ++i) {
         const uint8x16_t bytes = vld1q_u8(tile + i * PIECE);
+        if constexpr (V == FEW_VECTORS) keep_order(tile, t[0][i]);
         const uint8x16_t high = vshrq_n_u8(bytes, 4);
         const uint8x16_t low = BITS == 4           ? vandq_u8(bytes, vdupq_n_u8(15))
                                : Set::SIGNED_CODES ? veorq_u8(bytes, vdupq_n_u8(128))
