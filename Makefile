@@ -7,7 +7,7 @@ PEERS ?= .
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check interop fuzz bench clean
+.PHONY: run test check arm interop fuzz bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -19,6 +19,10 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# The NEON kernels, compiled for aarch64 and run on emulated CPUs. Needs no .venv.
+arm:
+	tests/arm/check.sh
 
 # Peers are installed in environments of their own, .venv-vllm, .venv-llama and .venv-writers under
 # PEERS (3.4 GB), reused while their pins are the same.
@@ -44,4 +48,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-*
+	rm -rf $(VENV) .venv-* .arm
