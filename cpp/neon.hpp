@@ -1,5 +1,6 @@
-// Four floats at once in any of the three kinds, and the activations' integers, for both NEON files:
-// neither needs more than ARMv8 for it. `static`, like floats.hpp, whose conversions these repeat.
+// Four floats at once in any of the three kinds, and the activations' integers, for both NEON
+// files: neither needs more than ARMv8 for it. `static`, like floats.hpp, whose conversions these
+// repeat.
 #pragma once
 
 #include <arm_neon.h>

@@ -23,8 +23,8 @@ constexpr int64_t SLICE_COLUMNS = 256;
 
 using Sums = int32_t[TILE_ROWS];
 
-// Later loads from `from` stay behind what `sum` has waited for. With 24 sums in registers GCC would
-// load a step's codes at its beginning and keep sums in memory instead (5 stores a step).
+// Later loads from `from` stay behind what `sum` has waited for. With 24 sums in registers GCC
+// would load a step's codes at its beginning and keep sums in memory instead (5 stores a step).
 static inline void keep_order(const uint8_t*& from, int32x4_t sum) {
   __asm__ volatile("" : "+r"(from) : "w"(sum));
 }

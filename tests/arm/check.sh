@@ -3,8 +3,8 @@
 # emulated CPUs with i8mm, with dotprod alone and with neither. All that run must equal the scalar
 # kernel bit for bit, and none may run that the CPU lacks.
 #
-# Wanted: aarch64-linux-gnu-g++ and qemu-aarch64. Taken from PATH; else Debian's or Ubuntu's packages
-# are unpacked under .arm/ (no root needed, about 75 MB to fetch); else, as root, installed by apt.
+# Wanted: aarch64-linux-gnu-g++ and qemu-aarch64. Taken from PATH; else Debian's packages are
+# unpacked under .arm/ (65 MB to fetch; no root needed); else, as root, installed by apt.
 # cpp/bind.cpp is left out: it needs Python's headers for aarch64.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -34,8 +34,9 @@ unpacked() {
   done
   [ -n "$EMULATOR" ] || return 1
   COMPILER=("$compiler" "--sysroot=$UNPACKED")
-  LD_LIBRARY_PATH=$(echo "$UNPACKED"/usr/lib/*-linux-gnu | tr ' ' :)${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-  export LD_LIBRARY_PATH
+  local libraries
+  libraries=$(echo "$UNPACKED"/usr/lib/*-linux-gnu | tr ' ' :)
+  export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
 
 # What the two need, by apt with lists and a cache of its own, to .arm/root. As if nothing were
@@ -44,8 +45,8 @@ unpacked() {
 download() {
   command -v apt-get > /dev/null && command -v dpkg > /dev/null || return 1
   local state=$PWD/.arm/apt name
-  rm -rf "$state" "$UNPACKED"
-  mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$state/debs" "$UNPACKED"
+  rm -rf "$state" "$UNPACKED" "$UNPACKED.partial"
+  mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$state/debs"
   : > "$state/status"
   local options=(-qq -o "Dir::State::lists=$state/lists" -o "Dir::State::status=$state/status"
     -o "Dir::Cache=$state/cache" -o Debug::NoLocking=1 -o APT::Sandbox::User=
@@ -67,21 +68,22 @@ download() {
   done < "$state/closure"
   echo "unpacking ${#wanted[@]} packages under .arm/"
   (cd "$state/debs" && apt-get "${options[@]}" download "${wanted[@]}") || return 1
-  for name in "$state"/debs/*.deb; do dpkg -x "$name" "$UNPACKED" || return 1; done
+  for name in "$state"/debs/*.deb; do dpkg -x "$name" "$UNPACKED.partial" || return 1; done
+  mv "$UNPACKED.partial" "$UNPACKED"
   rm -rf "$state"
 }
 
 install_as_root() {
   [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null || return 1
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes \
-    --no-install-recommends g++-aarch64-linux-gnu qemu-user
+    --no-install-recommends g++-aarch64-linux-gnu qemu-user > /dev/null
 }
 
 if on_path; then echo "compiler and emulator: from PATH"
 elif unpacked || { download && unpacked; }; then echo "compiler and emulator: from .arm/"
 elif install_as_root && on_path; then echo "compiler and emulator: installed by apt"
 else
-  fail "no aarch64-linux-gnu-g++ and qemu-aarch64 on PATH, and apt could neither fetch nor install" \
+  fail "no aarch64-linux-gnu-g++ and qemu-aarch64 on PATH, and apt could not fetch or install" \
     "them; install g++-aarch64-linux-gnu and qemu-user, or their like"
 fi
 "${COMPILER[@]}" --version | head -1
@@ -89,8 +91,9 @@ fi
 grep -q neoverse-n1 <<< "$("$EMULATOR" -cpu help || true)" ||  # it ends with 1
   fail "$EMULATOR knows no neoverse-n1; QEMU 7.0 or newer is wanted"
 
+WARNINGS=(-Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized)
 # Flags as CMakeLists.txt gives them: FILE MACRO FLAGS of each NEON file, and EXACT.
-NEON=$(sed -n 's/^ *instruction_set(\(cpp\/neon_[^ ]*\) \([^ ]*\) \(.*\))$/\1 \2 \3/p' CMakeLists.txt)
+NEON=$(sed -nE 's|^ *instruction_set\((cpp/neon_\S+) (\S+) (.*)\)$|\1 \2 \3|p' CMakeLists.txt)
 EXACT=$(sed -n 's/^set(EXACT \(.*\))$/\1/p' CMakeLists.txt)
 [ "$(wc -l <<< "$NEON")" = 2 ] && [ -n "$EXACT" ] || fail "CMakeLists.txt names no two NEON files"
 DEFINES=$(sed 's/^[^ ]* \([^ ]*\) .*/-D\1/' <<< "$NEON" | tr '\n' ' ')
@@ -104,18 +107,19 @@ mkdir -p "$BUILD"
 } | BUILD=$BUILD xargs -P 2 -I '{}' bash -c '
   compiler=("$@"); set -- {}; file=$1; shift
   "${compiler[@]}" "$@" -c "$file" -o "$BUILD/$(basename "$file" .cpp).o"' _ \
-  "${COMPILER[@]}" -std=c++20 -O3 -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized $DEFINES ||
+  "${COMPILER[@]}" -std=c++20 -O3 "${WARNINGS[@]}" $DEFINES ||
   fail "the NEON files do not compile"
 "${COMPILER[@]}" -static -pthread "$BUILD"/*.o -o "$BUILD/check" || fail "check does not link"
 
-# CASES random products on this CPU, on which exactly these instruction sets must run.
+# CASES random products on this CPU, and as many from three threads at once, where exactly these
+# instruction sets must run.
 on_cpu() {
   local cpu=$1 cases=$2 wanted=$3
   "$EMULATOR" -cpu "$cpu" "$BUILD/check" "$cases" "$SEED" --no-fork > "$BUILD/said" 2>&1 ||
     { cat "$BUILD/said"; fail "$cpu: check failed"; }
   grep -qx "runs: $wanted" "$BUILD/said" && grep -qx "chosen: ${wanted%% *}" "$BUILD/said" ||
     { cat "$BUILD/said"; fail "$cpu: wanted $wanted"; }
-  echo "$cpu: $wanted; $cases cases and as many from three threads at once: $(tail -1 "$BUILD/said")"
+  echo "$cpu: $wanted; $cases cases, twice: $(tail -1 "$BUILD/said")"
 }
 
 on_cpu max 1500 "neon-i8mm neon-dotprod scalar"
