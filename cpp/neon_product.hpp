@@ -188,8 +188,10 @@ static void many_rows(const uint8_t* tile, const Shape& shape, const Activations
         const float x_scale = PER_GROUP ? a.scales[(m0 + r) * groups + g] : 1.0f;
         const int32x4_t high = vld1q_s32(t[r * P] + 4 * i);
         const int32x4_t low = vld1q_s32(t[r * P + P - 1] + 4 * i);
-        const float32x4_t before = vld1q_f32(y[r] + 4 * i);
-        vst1q_f32(y[r] + 4 * i, add_group<P, PER_GROUP>(before, high, low, scale, x_scale));
+        float* const to = y[r] + 4 * i;
+        const float32x4_t sum =
+            add_group<P, PER_GROUP>(vld1q_f32(to), high, low, scale, x_scale);
+        vst1q_f32(to, sum);  // in Clang a macro, whose arguments may hold no <,>
       }
     }
     tile += TILE_ROWS * bytes_of(shape.scales);
