@@ -24,9 +24,13 @@ constexpr int64_t SLICE_COLUMNS = 256;
 using Sums = int32_t[TILE_ROWS];
 
 // Later loads from `from` stay behind what `sum` has waited for. With 24 sums in registers GCC
-// would load a step's codes at its beginning and keep sums in memory instead (5 stores a step).
-static inline void keep_order(const uint8_t*& from, int32x4_t sum) {
+// would load a step's codes at its beginning and keep sums in memory instead (5 stores a step);
+// Clang does not.
+static inline void keep_order([[maybe_unused]] const uint8_t*& from,
+                              [[maybe_unused]] int32x4_t sum) {
+#ifndef __clang__
   __asm__ volatile("" : "+r"(from) : "w"(sum));
+#endif
 }
 
 // What is taken off each of 32 rows' codes in group g: stored, or the midpoint that is left.
