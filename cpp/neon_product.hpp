@@ -4,9 +4,10 @@
 //   few rows    up to 3 vectors of activations (rows x planes): a step's 8 pieces are unpacked in
 //               registers and meet them at once; nothing but x and the packed weight is read
 //   many rows   256 columns of a group are unpacked once, in the set's own order, and meet up to
-//               96 vectors; int32 sums t and results y wait in the first cache
+//               96 vectors; int32 sums t and results y wait in the first cache. Zero points go off
+//               while a line is unpacked: code - zero is -15..15, code - 128 is int8
 //
-// `Set` is a file's own: dot<LANE>, unpack<BITS>, multiply and whether it takes signed codes.
+// `Set` is a file's own: dot<LANE>, unpack<BITS>, multiply and whether dot takes signed codes.
 // Everything is `static`, as in floats.hpp. Roundings are those of scalar.cpp.
 #pragma once
 
@@ -26,8 +27,8 @@ using Sums = int32_t[TILE_ROWS];
 // Later loads from `from` stay behind what `sum` has waited for. With 24 sums in registers GCC
 // would load a step's codes at its beginning and keep sums in memory instead (5 stores a step);
 // Clang does not.
-static inline void keep_order([[maybe_unused]] const uint8_t*& from,
-                              [[maybe_unused]] int32x4_t sum) {
+template <typename Byte>
+static inline void keep_order([[maybe_unused]] const Byte*& from, [[maybe_unused]] int32x4_t sum) {
 #ifndef __clang__
   __asm__ volatile("" : "+r"(from) : "w"(sum));
 #endif
@@ -49,6 +50,24 @@ static inline void zero_points(const uint8_t* line, int64_t g, uint32x4_t (&zero
     zero[4 * h + 1] = vmovl_high_u16(low);
     zero[4 * h + 2] = vmovl_u16(vget_low_u16(high));
     zero[4 * h + 3] = vmovl_high_u16(high);
+  }
+}
+
+// The same as pieces hold codes, each row's four times, for codes that are to be signed.
+template <int BITS>
+static inline void zero_bytes(const uint8_t* line, int64_t g, uint8x16_t (&zero)[PIECES]) {
+  if (!line) {
+    for (auto& piece : zero) piece = vdupq_n_u8(BITS == 4 ? 8 : 128);
+    return;
+  }
+  const uint8x16_t pairs = vld1q_u8(line + g % 4 * 16);
+  const uint8x16_t halves[2] = {vandq_u8(pairs, vdupq_n_u8(15)), vshrq_n_u8(pairs, 4)};
+  for (int i = 0; i < 4; ++i) {
+    const uint8x16_t half = halves[i / 2];
+    const uint16x8_t twice =
+        vreinterpretq_u16_u8(i % 2 ? vzip2q_u8(half, half) : vzip1q_u8(half, half));
+    zero[2 * i] = vreinterpretq_u8_u16(vzip1q_u16(twice, twice));
+    zero[2 * i + 1] = vreinterpretq_u8_u16(vzip2q_u16(twice, twice));
   }
 }
 
@@ -158,7 +177,7 @@ static void many_rows(const uint8_t* tile, const Shape& shape, const Activations
   constexpr int64_t COLUMNS = BITS == 4 ? 8 : 4, SLICE = SLICE_COLUMNS / COLUMNS;
   const int64_t groups = shape.groups(), steps = shape.steps(), padded = shape.padded_group();
   const int64_t rows = m1 - m0, vectors = rows * P;
-  alignas(64) uint8_t codes[SLICE_COLUMNS * TILE_ROWS];
+  alignas(64) int8_t codes[SLICE_COLUMNS * TILE_ROWS];
   alignas(64) Sums t[MOST_VECTORS + 1];  // one to spare, for a set that takes two at a time
   alignas(64) float y[MOST_VECTORS][TILE_ROWS];
   const int8_t* q[MOST_VECTORS + 1];
@@ -166,7 +185,6 @@ static void many_rows(const uint8_t* tile, const Shape& shape, const Activations
     q[v] = a.plane[v % P] + (m0 + v / P) * shape.row_stride();
   }
   q[vectors] = a.plane[P - 1] + (m1 - 1) * shape.row_stride();
-  std::memset(t[vectors], 0, sizeof(Sums));
   std::memset(y, 0, static_cast<size_t>(rows) * sizeof y[0]);
   const uint8_t* zero_line = nullptr;
   for (int64_t g = 0; g < groups; ++g) {
@@ -174,16 +192,13 @@ static void many_rows(const uint8_t* tile, const Shape& shape, const Activations
       zero_line = tile;
       tile += LINE;
     }
-    uint32x4_t zero[PIECES];
-    zero_points<Set, BITS>(zero_line, g, zero);
-    for (int64_t v = 0; v < vectors; ++v) {
-      const int32_t sum = a.sums[v % P][(m0 + v / P) * groups + g];
-      for (int i = 0; i < PIECES; ++i) vst1q_s32(t[v] + 4 * i, beginning(zero[i], sum));
-    }
+    uint8x16_t zero[PIECES];
+    zero_bytes<BITS>(zero_line, g, zero);
     for (int64_t step = 0; step < steps; step += SLICE) {
       const int64_t count = steps - step < SLICE ? steps - step : SLICE;
-      const int64_t columns = Set::template unpack<BITS>(tile + step * 2 * LINE, count, codes);
-      Set::multiply(codes, columns, q, g * padded + step * COLUMNS, vectors, t);
+      const int64_t columns =
+          Set::template unpack<BITS>(tile + step * 2 * LINE, count, zero, codes);
+      Set::multiply(codes, columns, q, g * padded + step * COLUMNS, step > 0, vectors, t);
     }
     tile += steps * 2 * LINE;
     for (int i = 0; i < PIECES; ++i) {
