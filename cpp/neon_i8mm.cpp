@@ -50,11 +50,14 @@ void block(const int8_t* codes, int64_t columns, const int8_t* const* q, int64_t
       for (int p = 0; p < PAIRS; ++p) {
         int32_t* const even = t[2 * p] + n + 2 * j;
         int32_t* const odd = t[2 * p + 1] + n + 2 * j;
-        const int32x4_t none = vdupq_n_s32(0);
-        const int32x4_t here[2] = {vuzp1q_s32(sums[j][p], sums[j + 1][p]),
-                                   vuzp2q_s32(sums[j][p], sums[j + 1][p])};
-        vst1q_s32(even, vaddq_s32(more ? vld1q_s32(even) : none, here[0]));
-        vst1q_s32(odd, vaddq_s32(more ? vld1q_s32(odd) : none, here[1]));
+        int32x4_t here[2] = {vuzp1q_s32(sums[j][p], sums[j + 1][p]),
+                             vuzp2q_s32(sums[j][p], sums[j + 1][p])};
+        if (more) {
+          here[0] = vaddq_s32(here[0], vld1q_s32(even));
+          here[1] = vaddq_s32(here[1], vld1q_s32(odd));
+        }
+        vst1q_s32(even, here[0]);
+        vst1q_s32(odd, here[1]);
       }
     }
   }
