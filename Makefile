@@ -7,7 +7,7 @@ PEERS ?= .
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check sanitize emulated interop fuzz bench clean
+.PHONY: run test check sanitize emulated arm interop fuzz bench clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -46,6 +46,10 @@ emulated: $(VENV)/.installed
 	.sanitize/emulated/bin/python -c "from weightpath.kernels import cpu; cpu.extension(); print(cpu.instruction_sets())"
 	OMP_NUM_THREADS=1 .sanitize/emulated/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/kernels
 
+# The NEON kernels, compiled for aarch64 and run on emulated CPUs. Needs no .venv.
+arm:
+	tests/arm/check.sh
+
 # Peers are installed in environments of their own, .venv-vllm, .venv-llama and .venv-writers under
 # PEERS (3.4 GB), reused while their pins are the same.
 interop: $(VENV)/.installed
@@ -70,4 +74,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* .sanitize
+	rm -rf $(VENV) .venv-* .sanitize .arm

@@ -1,5 +1,6 @@
 // cpuid leaves 1 and 7 (Intel's SDM volume 2A, AMD's APM volume 3), XCR0 by xgetbv, and AMX
-// permission by arch_prctl (Linux, Documentation/arch/x86/xstate.rst). aarch64: AT_HWCAP.
+// permission by arch_prctl (Linux, Documentation/arch/x86/xstate.rst). aarch64: AT_HWCAP and
+// AT_HWCAP2 on Linux (Documentation/arch/arm64/elf_hwcaps.rst), sysctl's hw.optional.arm on macOS.
 
 #include "cpuid.hpp"
 
@@ -15,6 +16,8 @@
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace weightpath {
@@ -55,6 +58,14 @@ void ask_for_amx(Features& found, bool has_tile, bool has_int8, uint64_t states)
 }
 #endif
 
+#if defined(__aarch64__) && defined(__APPLE__)
+bool says(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value == 1;
+}
+#endif
+
 Features read_features() {
   Features found;
 #if defined(__x86_64__)
@@ -83,6 +94,9 @@ Features read_features() {
 #if defined(__aarch64__) && defined(__linux__)
   found.dotprod = getauxval(AT_HWCAP) >> 20 & 1;
   found.i8mm = getauxval(AT_HWCAP2) >> 13 & 1;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  found.dotprod = says("hw.optional.arm.FEAT_DotProd");
+  found.i8mm = says("hw.optional.arm.FEAT_I8MM");
 #endif
 #endif
   return found;

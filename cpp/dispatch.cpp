@@ -68,11 +68,31 @@ Candidate avx2_vnni() {
 #endif
 }
 
+Candidate neon_i8mm() {
+#ifdef WEIGHTPATH_NEON_I8MM
+  if (!features().dotprod) return {"neon-i8mm", nullptr, "the CPU has no FEAT_DotProd"};
+  if (!features().i8mm) return {"neon-i8mm", nullptr, "the CPU has no FEAT_I8MM"};
+  return {"neon-i8mm", &NEON_I8MM, ""};
+#else
+  return {"neon-i8mm", nullptr, NOT_COMPILED};
+#endif
+}
+
+Candidate neon_dotprod() {
+#ifdef WEIGHTPATH_NEON_DOTPROD
+  if (!features().dotprod) return {"neon-dotprod", nullptr, "the CPU has no FEAT_DotProd"};
+  return {"neon-dotprod", &NEON_DOTPROD, ""};
+#else
+  return {"neon-dotprod", nullptr, NOT_COMPILED};
+#endif
+}
+
 }  // namespace
 
 const std::vector<Candidate>& candidates() {
   static const std::vector<Candidate> all = {
-      amx_int8(), avx512_vnni(), avx2_vnni(), avx2(), {"scalar", &SCALAR, ""}};
+      amx_int8(),  avx512_vnni(),  avx2_vnni(),           avx2(),
+      neon_i8mm(), neon_dotprod(), {"scalar", &SCALAR, ""}};
   return all;
 }
 

@@ -102,5 +102,11 @@ extern const InstructionSet AVX512_VNNI;
 #ifdef WEIGHTPATH_AMX
 extern const InstructionSet AMX_INT8;
 #endif
+#ifdef WEIGHTPATH_NEON_DOTPROD
+extern const InstructionSet NEON_DOTPROD;
+#endif
+#ifdef WEIGHTPATH_NEON_I8MM
+extern const InstructionSet NEON_I8MM;
+#endif
 
 }  // namespace weightpath
