@@ -50,7 +50,7 @@ def generate_many(
     engine: Engine,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling = GREEDY,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
     limits: Limits | None = None,
     logprobs: int | None = None,
     at_once: int = 8,
@@ -60,13 +60,16 @@ def generate_many(
 ) -> list[Reply]:
     """A reply to every prompt, in their order, `at_once` of them a step.
 
-    As one ends the next prompt takes its session. Each has a sampler of its own with the same
-    seed, so a reply does not depend on its neighbours. emit(index, piece) gets pieces as they come.
+    As one ends the next prompt takes its session. sampling: one for all, or one each. Each has a
+    sampler of its own, so a reply does not depend on its neighbours. emit(index, piece) gets pieces as they come.
     """
     if at_once < 1:
         raise BadRequest(f"{at_once} prompts at once; use 1 or more")
     if not prompts:
         return []
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+    if len(each) != len(prompts):
+        raise BadRequest(f"{len(each)} sampling settings for {len(prompts)} prompts")
     waiting = list(enumerate(prompts))[::-1]
     free = [engine.open_session(context) for _ in range(min(at_once, len(prompts)))]
     for _, prompt in waiting:  # before anything is run
@@ -76,7 +79,7 @@ def generate_many(
     while waiting or running:
         while waiting and free:
             index, prompt = waiting.pop()
-            one = Generation(free.pop(), tokenizer, prompt, sampling, limits, logprobs)
+            one = Generation(free.pop(), tokenizer, prompt, each[index], limits, logprobs)
             running[one], pieces[index] = index, []
         if cancelled():
             for one in running:
