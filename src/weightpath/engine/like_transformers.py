@@ -41,8 +41,10 @@ SETTINGS = (
 """Arguments that a GenerationConfig holds too."""
 NO_SETTING = ("transformers_version", "bos_token_id", "decoder_start_token_id")
 """What a GenerationConfig says that changes no decoder's reply."""
+NEW_TOKENS = 20
+"""Where no length is given at all, as in transformers."""
 DEFAULTS: dict[str, Any] = {
-    "max_length": 20, "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
+    "do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
     "min_p": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
 
@@ -134,6 +136,8 @@ def _most_new(given: dict[str, Any], arguments: dict[str, Any], length: int) -> 
         return given["max_new_tokens"]
     if arguments.get("max_new_tokens") is not None:
         return arguments["max_new_tokens"]
+    if given["max_length"] is None:
+        return NEW_TOKENS
     most = given["max_length"] - length
     if most < 1:
         raise BadRequest(

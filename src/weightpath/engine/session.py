@@ -66,7 +66,8 @@ class TransformersSession:
     def __init__(self, model: PreTrainedModel, context: int | None = None) -> None:
         if not model.can_generate():
             raise BadRequest(f"{type(model).__name__} does not generate text: use a decoder")
-        if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
+        decoder: Any = model
+        if model.config.is_encoder_decoder or not decoder._supports_default_dynamic_cache():
             raise BadRequest(
                 f"{type(model).__name__} is no plain decoder; call its own generate() instead"
             )
@@ -76,7 +77,7 @@ class TransformersSession:
             raise BadRequest(f"context {context}: the model takes 1 to {longest} tokens")
         self.tokens: list[int] = []
         self.context: int = context or longest
-        self._model: Any = model
+        self._model = decoder
         self._config = config
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
