@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def command(
     from weightpath.serve.api import create_app
     from weightpath.serve.defaults import default_sampling
     from weightpath.serve.exchange import Served
-    from weightpath.serve.server import listening_socket, run_server
+    from weightpath.serve.server import listening_socket, make_server, run_server
     from weightpath.serve.worker import Worker
 
     place = place_of(folder)
@@ -96,6 +97,7 @@ def command(
     def ready() -> None:
         if json:
             emit_json(facts)
+            sys.stdout.flush()
         stderr.print(
             f"{escape(served.name)} at {facts['url']}, context {worker.context}; Ctrl-C ends it",
             highlight=False,
@@ -103,4 +105,4 @@ def command(
         if host not in LOOPBACK and served.api_key is None:
             stderr.print("warning: other machines reach this without a key; give --api-key")
 
-    run_server(create_app(served), worker, bound, grace, ready)
+    run_server(make_server(create_app(served), worker, grace, ready), worker, bound)

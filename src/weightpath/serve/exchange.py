@@ -137,7 +137,7 @@ class EventStream(Response):
         try:
             while True:
                 chunk = self._shape.chunk(piece, written)
-                written += len(piece.text)
+                written += self._shape.width(piece)
                 if chunk is not None:
                     await event(chunk)
                 if piece.finish is not None:

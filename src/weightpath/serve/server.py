@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -60,27 +59,23 @@ def listening_socket(host: str, port: int) -> socket.socket:
         raise BadRequest(f"cannot listen on {host} port {port} ({error}); use another --port or --host") from None  # fmt: skip
 
 
-def run_server(
-    app: Starlette,
-    worker: Worker,
-    bound: socket.socket,
-    grace: int = 60,
-    ready: Callable[[], None] = lambda: None,
-) -> Any:
-    """Serve until a signal. The worker is started here, and is closed at the end."""
+def make_server(
+    app: Starlette, worker: Worker, grace: int = 60, ready: Callable[[], None] = lambda: None
+) -> uvicorn.Server:
+    """The server of an application and its worker. ready: called once it listens. Setting its
+    `should_exit` ends it as a signal does."""
     config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        http="h11",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=grace,
-    )
+        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none",
+        server_header=False, timeout_graceful_shutdown=grace,
+    )  # fmt: skip
+    return _Server(config, worker, ready)
+
+
+def run_server(server: uvicorn.Server, worker: Worker, bound: socket.socket) -> None:
+    """Serve until a signal. The worker is started here, and is closed at the end."""
     worker.start()
     try:
-        _Server(config, worker, ready).run([bound])
+        server.run([bound])
     finally:
         worker.close()
         bound.close()

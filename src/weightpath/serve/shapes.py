@@ -38,12 +38,17 @@ class Shape:
         return [self._chunk({"role": "assistant", "content": ""}, None, None)] if self.chat else []
 
     def chunk(self, piece: Piece, offset: int) -> dict[str, Any] | None:
-        """A piece as a chunk; None where there is nothing to say. offset: characters before it."""
+        """A piece as a chunk; None where there is nothing to say. offset: characters
+        of the tokens before it."""
         if not piece.text and piece.finish is None and not self.logprobs:
             return None
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
         text = delta if self.chat else piece.text
         return self._chunk(text, self._logprobs(piece.tokens, offset), piece.finish)
+
+    def width(self, piece: Piece) -> int:
+        """Characters of a piece's tokens, counted where log-probabilities give offsets."""
+        return sum(len(self._text(token.token)) for token in piece.tokens) if self.logprobs else 0
 
     def closing(self, counts: Usage) -> dict[str, Any]:
         """The chunk after the last piece, where usage was asked for."""

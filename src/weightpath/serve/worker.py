@@ -172,7 +172,7 @@ class Worker:
                 session, self._tokenizer, job.prompt, job.sampling, job.limits, job.logprobs
             )
         except WeightpathError as error:
-            self._sessions.give_back(session)
+            self._sessions.give_back(session, job.prompt)
             self._end(job, error)
             return
         with self._changed:
@@ -190,7 +190,7 @@ class Worker:
                 if one.finish is None:
                     job.deliver(piece)
                 else:
-                    self._sessions.give_back(one.session)
+                    self._sessions.give_back(one.session, one.prompt)
                     self._end(job, piece)
         except Exception as error:
             if not isinstance(error, WeightpathError):
