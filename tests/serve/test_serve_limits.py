@@ -195,6 +195,24 @@ def test_what_is_not_ours_is_logged_and_tells_nothing(
         assert "a secret path" in capfd.readouterr().err
 
 
+def test_a_session_that_cannot_be_opened_is_a_500_and_the_next_request_is_served(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, tokenizer, sessions=2) as client:
+        client.post(COMPLETIONS, prompt="one", max_tokens=2)
+        real = client.engine.open_session
+
+        def no_room(context: int | None = None) -> Any:
+            raise MemoryError("no room for keys and values")
+
+        monkeypatch.setattr(client.engine, "open_session", no_room)
+        other = {"prompt": "quite another", "max_tokens": 2}
+        refused(client.ask("POST", COMPLETIONS, other), 500, "the engine failed")
+        assert client.post(COMPLETIONS, prompt="one", max_tokens=2)["object"] == "text_completion"
+        monkeypatch.setattr(client.engine, "open_session", real)
+        assert client.ask("POST", COMPLETIONS, other).status == 200
+
+
 def test_without_a_chat_template_chat_is_a_400(model: Any) -> None:
     with running(model, build_tokenizer(chat=False)) as client:
         refused(client.ask("POST", CHAT, HELLO), 400, "use /v1/completions", "messages")

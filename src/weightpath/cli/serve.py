@@ -38,7 +38,7 @@ def command(
         None, envvar="WEIGHTPATH_API_KEY", help="A key that clients must send; best by variable."
     ),
     model_name: str = typer.Option(
-        None, help="What clients call the model; without it, DIR's last part."
+        None, help="What clients call the model; without it, DIR's last part or the id."
     ),
     activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
@@ -76,7 +76,7 @@ def command(
         context=context, max_queue=max_queue, sessions=sessions, at_once=at_once,
     )  # fmt: skip
     served = Served(
-        name=model_name or Path(place).resolve().name,
+        name=model_name or (Path(folder).resolve().name if Path(folder).exists() else folder),
         tokenizer=tokenizer,
         worker=worker,
         vocabulary=model.config.get_text_config().vocab_size,

@@ -35,8 +35,9 @@ class Sessions:
             empty = (i for i, (session, _) in enumerate(self._idle) if not session.tokens)
             chosen = next(empty, -1)
         if chosen < 0 and self._count < self._most:
+            opened = self._engine.open_session(self._context)
             self._count += 1
-            return self._engine.open_session(self._context)
+            return opened
         return self._idle.pop(max(chosen, 0))[0]
 
     def give_back(self, session: Session, prompt: Sequence[int]) -> None:

@@ -166,13 +166,16 @@ class Worker:
 
     def _begin(self, job: Job) -> None:
         job.started = time.perf_counter()
-        session = self._sessions.take(job.prompt)
+        session = None
         try:
+            session = self._sessions.take(job.prompt)
             made = Generation(
                 session, self._tokenizer, job.prompt, job.sampling, job.limits, job.logprobs
             )
-        except WeightpathError as error:
-            self._sessions.give_back(session, job.prompt)
+        except Exception as error:  # told to the client; the next request must still be served
+            _report(error)
+            if session is not None:
+                self._sessions.give_back(session, job.prompt)
             self._end(job, error)
             return
         with self._changed:
@@ -193,8 +196,7 @@ class Worker:
                     self._sessions.give_back(one.session, one.prompt)
                     self._end(job, piece)
         except Exception as error:
-            if not isinstance(error, WeightpathError):
-                traceback.print_exc()
+            _report(error)
             for job in by_generation.values():
                 if job in self._running:
                     self._sessions.drop()
@@ -206,3 +208,9 @@ class Worker:
             self._finished += 1
             self._seconds = 0.7 * self._seconds + 0.3 * (time.perf_counter() - job.started)
         job.deliver(last)
+
+
+def _report(error: Exception) -> None:
+    """What is not of ours goes to the log in whole: its client is told nothing of it."""
+    if not isinstance(error, WeightpathError):
+        traceback.print_exception(error)
