@@ -182,19 +182,17 @@ def _say(asked: _Asked, messages: list[Message], session: Any) -> Answer:
 
 
 def _speed(asked: _Asked, reply: Answer) -> str:
+    """Two lines: of the prompt and what follows it, and of the whole."""
     ends = {"length": f"; cut at {len(reply.tokens)} tokens", "cancelled": "; stopped by Ctrl-C"}
     read = reply.prompt_tokens - reply.cached_tokens
-    parts = f"prompt of {read} at {read / max(reply.prefill_seconds, 1e-9):.1f}"
-    if reply.cached_tokens:
-        parts += f" and {reply.cached_tokens} kept"
+    kept = f" ({reply.cached_tokens} kept)" if reply.cached_tokens else ""
+    parts = f"prompt of {read}{kept}: {read / max(reply.prefill_seconds, 1e-9):.1f} a second"
     if len(reply.tokens) > 1:
         speed = (len(reply.tokens) - 1) / max(reply.decode_seconds, 1e-9)
-        parts += f", then {speed:.1f} tokens"
+        parts += f"; then {speed:.1f} a second"
     whole = len(reply.tokens) / max(reply.seconds, 1e-9)
-    return (
-        f"{len(reply.tokens)} tokens, {whole:.1f} a second, prompt included ({parts} a second)"
-        f"{ends.get(reply.finish, '')}"
-    )
+    end = ends.get(reply.finish, "")
+    return f"{parts}\n{len(reply.tokens)} tokens, {whole:.1f} a second, prompt included{end}"
 
 
 def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
