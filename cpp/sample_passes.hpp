@@ -19,10 +19,6 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 constexpr float LOWEST = -3.40282347e38f;
 
-[[gnu::always_inline]] static inline Words as_words(const Floats& value) {
-  return std::bit_cast<Words>(value);
-}
-
 // A block from `from` on, of which `count` values are there; `fill` stands behind them.
 [[gnu::always_inline]] static inline const float* whole_block(const float* from, int64_t count,
                                                               float* room, float fill) {
@@ -70,8 +66,11 @@ static bool block_maxima(const float* x, int64_t n, float* maxima) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Words power = (as_words(shifted) - std::bit_cast<int32_t>(SHIFT)) << 23;
-  x = std::bit_cast<Floats>(as_words(p) + power);
+  Words bits, power;
+  std::memcpy(&bits, &p, sizeof bits);
+  std::memcpy(&power, &shifted, sizeof power);
+  bits += (power - std::bit_cast<int32_t>(SHIFT)) << 23;
+  std::memcpy(&x, &bits, sizeof x);
 }
 
 // exp((x - largest) * inverse) of a block into `to` (or nowhere), and their sum.

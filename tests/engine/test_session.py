@@ -87,7 +87,7 @@ def test_a_window_that_is_full_cannot_be_cut_and_its_tokens_are_run_again() -> N
 
 def test_many_sessions_take_a_token_each(model: Any) -> None:
     engine = engine_of(model)
-    sessions = [engine.open_session() for _ in range(3)]
+    sessions = [engine.session() for _ in range(3)]
     for index, session in enumerate(sessions):
         session.extend(IDS[: 3 + index])
     logits = engine.extend_many(sessions, [20, 21, 22])
@@ -146,7 +146,7 @@ def test_an_engine_that_load_put_beside_the_model_is_taken() -> None:
     class Native:
         """An engine as another room makes it."""
 
-        def open_session(self, context: int | None = None) -> Session:
+        def session(self, context: int | None = None) -> Session:
             return TransformersSession(build_model(seed=1), context)
 
         def extend_many(self, sessions: Sequence[Any], tokens: Sequence[int]) -> Tensor:

@@ -36,7 +36,7 @@ class GatedEngine(TransformersEngine):
         self.gate.set()
         self.steps = 0
 
-    def open_session(self, context: int | None = None) -> TransformersSession:
+    def session(self, context: int | None = None) -> TransformersSession:
         engine = self
 
         class Gated(TransformersSession):

@@ -200,16 +200,16 @@ def test_a_session_that_cannot_be_opened_is_a_500_and_the_next_request_is_served
 ) -> None:
     with running(model, tokenizer, sessions=2) as client:
         client.post(COMPLETIONS, prompt="one", max_tokens=2)
-        real = client.engine.open_session
+        real = client.engine.session
 
         def no_room(context: int | None = None) -> Any:
             raise MemoryError("no room for keys and values")
 
-        monkeypatch.setattr(client.engine, "open_session", no_room)
+        monkeypatch.setattr(client.engine, "session", no_room)
         other = {"prompt": "quite another", "max_tokens": 2}
         refused(client.ask("POST", COMPLETIONS, other), 500, "the engine failed")
         assert client.post(COMPLETIONS, prompt="one", max_tokens=2)["object"] == "text_completion"
-        monkeypatch.setattr(client.engine, "open_session", real)
+        monkeypatch.setattr(client.engine, "session", real)
         assert client.ask("POST", COMPLETIONS, other).status == 200
 
 

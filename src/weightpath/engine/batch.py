@@ -71,7 +71,7 @@ def generate_many(
     if len(each) != len(prompts):
         raise BadRequest(f"{len(each)} sampling settings for {len(prompts)} prompts")
     waiting = list(enumerate(prompts))[::-1]
-    free = [engine.open_session(context) for _ in range(min(at_once, len(prompts)))]
+    free = [engine.session(context) for _ in range(min(at_once, len(prompts)))]
     for _, prompt in waiting:  # before anything is run
         check_prompt(prompt, free[0].context)
     pieces: dict[int, list[Piece]] = {}

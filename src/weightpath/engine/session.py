@@ -45,7 +45,7 @@ class Session(Protocol):
 class Engine(Protocol):
     """A model as sessions see it."""
 
-    def open_session(self, context: int | None = None) -> Session:
+    def session(self, context: int | None = None) -> Session:
         """A fresh session; context None takes the model's own limit."""
         ...
 
@@ -125,8 +125,8 @@ class TransformersEngine:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    def open_session(self, context: int | None = None) -> TransformersSession:
-        """As `Engine.open_session`."""
+    def session(self, context: int | None = None) -> TransformersSession:
+        """As `Engine.session`."""
         return TransformersSession(self._model, context)
 
     def extend_many(self, sessions: Sequence[Session], tokens: Sequence[int]) -> Tensor:
@@ -143,7 +143,7 @@ def engine_of(model: PreTrainedModel) -> Engine:
 
 def open_session(model: PreTrainedModel, context: int | None = None) -> Session:
     """A fresh session on the model's engine."""
-    return engine_of(model).open_session(context)
+    return engine_of(model).session(context)
 
 
 def check_room(session: Session, tokens: Sequence[int]) -> None:

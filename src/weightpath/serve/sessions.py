@@ -15,7 +15,7 @@ class Sessions:
 
     def __init__(self, engine: Engine, most: int, context: int | None = None) -> None:
         self._engine, self._most, self._context = engine, most, context
-        first = engine.open_session(context)
+        first = engine.session(context)
         self.context = first.context
         self._idle: list[tuple[Session, int]] = [(first, 0)]  # the longest unused first
         self._count = 1
@@ -35,7 +35,7 @@ class Sessions:
             empty = (i for i, (session, _) in enumerate(self._idle) if not session.tokens)
             chosen = next(empty, -1)
         if chosen < 0 and self._count < self._most:
-            opened = self._engine.open_session(self._context)
+            opened = self._engine.session(self._context)
             self._count += 1
             return opened
         return self._idle.pop(max(chosen, 0))[0]
