@@ -2,6 +2,7 @@
 // mean, and that they are contiguous and large enough, is checked in src/weightpath/kernels/cpu.py.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpuid.hpp"
@@ -17,6 +19,7 @@
 #include "memory.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
+#include "sample.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -103,6 +106,16 @@ NB_MODULE(_cpu, module) {
     });
     return products.load();
   }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers; 0 if unwritten.");
+  // Whether all logits are finite, the token, its log-probability, and (id, that) of the best.
+  module.def("sample", [](uintptr_t logits, int64_t vocabulary, uintptr_t seen, int64_t seen_count,
+                          double repetition_penalty, double temperature, int64_t top_k,
+                          double top_p, double min_p, double uniform, int64_t top) {
+    const SampleRequest request{pointer<const float>(logits), vocabulary,
+                                pointer<const int32_t>(seen), seen_count, repetition_penalty,
+                                temperature, top_k, top_p, min_p, uniform, top};
+    Sampled found = sample(request);
+    return std::make_tuple(found.finite, found.token, found.logprob, std::move(found.best));
+  });
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
 }

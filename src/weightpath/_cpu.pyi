@@ -44,5 +44,19 @@ def linear(
 def advise_huge_pages(address: int, bytes: int) -> bool: ...
 def read_all(address: int, bytes: int, threads: int) -> int: ...
 def burn(wanted: str, rounds: int, threads: int) -> int: ...
+def sample(
+    logits: int,
+    vocabulary: int,
+    seen: int,
+    seen_count: int,
+    repetition_penalty: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+    top: int,
+    /,
+) -> tuple[bool, int, float, list[tuple[int, float]]]: ...
 def set_pinning(pinned: bool) -> None: ...
 def workers() -> int: ...

@@ -13,7 +13,7 @@ import torch
 from tiny_checkpoint import edit_json, edit_tensors, folder_bytes, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VERBS = ("probe", "plan", "build", "quantize", "inspect", "verify", "run")
+VERBS = ("probe", "plan", "build", "quantize", "inspect", "verify", "run", "serve")
 
 
 @pytest.fixture
@@ -122,7 +122,18 @@ TABLE = [
     # answering
     ("run LOW", "give --prompt TEXT or --interactive"),
     ("run LOW --prompt x --interactive", "one of them"),
-    ("run LOW --interactive --json", "--json prints one answer"),
+    ("run LOW --prompt x --prompts-file y", "one of them"),
+    ("run LOW --prompts-file NONE", "cannot be read"),
+    ("run LOW --prompt x --top-k -1", "'--top-k'"),
+    ("run LOW --prompt x --min-p 2", "'--min-p'"),
+    ("run LOW --prompt x --repetition-penalty 0", "'--repetition-penalty'"),
+    ("run LOW --prompt x --temperature 1e-9", "use 0 (greedy), or 0.001"),
+    ("run LOW --prompt x --context 4", "and the context is 4"),
+    ("run LOW --prompt x --context 99999", "the model takes 1 to"),
+    ("serve NONE", "none: does not exist"),
+    ("serve FLOAT", "holds float weights; quantize it first"),
+    ("serve LOW --host no.such.host.invalid", "use another --port or --host"),
+    ("serve LOW --port 0 --context 99999", "the model takes 1 to"),
     ("run LOW --prompt x --max-tokens 0", "'--max-tokens'"),
     ("run LOW --prompt x --temperature -1", "'--temperature'"),
     ("run LOW --prompt x --temperature nan", "'--temperature'"),

@@ -11,7 +11,7 @@ import termios
 import threading
 from pathlib import Path
 
-from weightpath.cli.interrupt import MESSAGE, leaving_at_once
+from weightpath.cli.interrupt import MESSAGE, leaving_at_once, stopping
 
 SWALLOWS = """
 import sys, torch
@@ -83,3 +83,23 @@ def test_the_handler_of_before_is_back_afterwards_and_other_threads_set_none() -
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_does_what_it_did_before() -> None:
+    seen: list[int] = []
+
+    def handler(*_: object) -> None:
+        seen.append(1)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with stopping() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert stopped()
+            assert seen == []
+            signal.raise_signal(signal.SIGINT)
+            assert seen == [1]
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)

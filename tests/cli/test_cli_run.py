@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,28 @@ def test_the_answer_is_streamed_to_stdout_and_the_speed_to_stderr(
 def test_pieces_are_written_as_they_come(
     weightpath_cli: Cli, tiny_low_bit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every piece is flushed before the next token is made."""
-    from weightpath.engine import generate
+    """Every piece is on stdout before the next token is made."""
+    from weightpath.engine.session import TransformersSession
 
-    seen: list[str] = []
-    real = generate._Stream.on_finalized_text
+    written: list[str] = []
+    shown_at_each_step: list[int] = []
+    real_print, real_extend = print, TransformersSession.extend
 
-    def watched(self: Any, text: str, stream_end: bool = False) -> None:
-        seen.append(text)
-        real(self, text, stream_end)
+    def watched_print(*values: Any, **options: Any) -> None:
+        if options.get("flush"):
+            written.extend(values)
+        real_print(*values, **options)
 
-    monkeypatch.setattr(generate._Stream, "on_finalized_text", watched)
+    def watched_extend(self: Any, tokens: Any) -> torch.Tensor:
+        shown_at_each_step.append(len("".join(written)))
+        return real_extend(self, tokens)
+
+    monkeypatch.setattr("builtins.print", watched_print)
+    monkeypatch.setattr(TransformersSession, "extend", watched_extend)
     ran = weightpath_cli("run", tiny_low_bit, "--prompt", "Hello", "--max-tokens", "24")
-    assert len(seen) >= 24
-    assert len([piece for piece in seen if piece]) > 1
-    assert ran.out == "".join(seen) + "\n"
+    assert len(shown_at_each_step) == 24
+    assert len(set(shown_at_each_step)) > 12
+    assert ran.out == "".join(written) + "\n"
 
 
 def test_a_dash_reads_the_prompt_from_standard_input(
@@ -86,7 +94,11 @@ def test_json_holds_the_whole_answer_and_nothing_is_streamed(
 ) -> None:
     ran = weightpath_cli("run", tiny_low_bit, "--prompt", "Hello", "--max-tokens", "8", "--json")
     plain = json.loads(ran.out)
-    assert set(plain) == {"text", "prompt_tokens", "tokens", "seconds", "stopped"}
+    assert set(plain) == {
+        "text", "prompt_tokens", "cached_tokens", "tokens", "seconds", "prefill_seconds",
+        "decode_seconds", "stopped", "finish",
+    }  # fmt: skip
+    assert plain["finish"] == "length"
     assert plain["text"] == expected(user("Hello"))
     assert len(plain["tokens"]) == 8
     tokenizer = tokenizer_of(tiny_low_bit)
@@ -141,3 +153,116 @@ def test_int8_activations_can_be_asked_for(weightpath_cli: Cli, tiny_low_bit: Pa
     wanted = answer(model, tokenizer_of(tiny_low_bit), [user("Hello")], 8).text
     arguments = ("run", tiny_low_bit, "--prompt", "Hello", "--max-tokens", "8")
     assert weightpath_cli(*arguments, "--activation-bits", "8").out.strip() == wanted
+
+
+def test_every_sampling_setting_reaches_the_sampler(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str]
+) -> None:
+    settings = {
+        "temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3,
+        "seed": 4,
+    }  # fmt: skip
+    options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]  # fmt: skip
+    arguments = ("run", tiny_low_bit, "--prompt", "Hello", "--max-new-tokens", "8", *options)
+    assert weightpath_cli(*arguments).out.strip() == expected(user("Hello"), **settings)
+
+
+def test_an_answer_ends_before_any_of_the_stop_strings(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str]
+) -> None:
+    free = expected(user("Hello"))
+    arguments = ("--stop", "never!", "--stop", free[3:5], "--max-tokens", "8")
+    ran = weightpath_cli("run", tiny_low_bit, "--prompt", "Hello", *arguments)
+    assert ran.out.strip() == free[: free.find(free[3:5])].strip()
+    assert "cut at" not in ran.err
+
+
+def test_log_probabilities_are_in_the_json(weightpath_cli: Cli, tiny_low_bit: Path) -> None:
+    arguments = ("--prompt", "Hello", "--max-tokens", "3", "--json", "--logprobs", "2")
+    rows = json.loads(weightpath_cli("run", tiny_low_bit, *arguments).out)["logprobs"]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["logprob"] == row["best"][0]["logprob"] >= row["best"][1]["logprob"]
+        assert (row["token"], row["text"]) == (row["best"][0]["token"], row["best"][0]["text"])
+
+
+def test_log_probabilities_without_json_are_refused(
+    weightpath_cli: Cli, tiny_low_bit: Path
+) -> None:
+    ran = weightpath_cli("run", tiny_low_bit, "--prompt", "x", "--logprobs", "3")
+    assert (ran.code, ran.out) == (2, "")
+    assert "--logprobs are shown with --json" in ran.err
+
+
+def test_a_chat_in_json_is_a_line_a_turn_and_later_turns_use_the_cache(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str]
+) -> None:
+    ran = weightpath_cli(
+        "run", tiny_low_bit, "--chat", "--json", "--max-tokens", "8", stdin="Hello\nAnd then?\n"
+    )
+    first, second = map(json.loads, ran.out.splitlines())
+    assert first["text"] == expected(user("Hello"))
+    assert first["cached_tokens"] == 0
+    assert second["text"] == expected(user("Hello"), reply(first["text"]), user("And then?"))
+    assert second["cached_tokens"] >= first["prompt_tokens"]
+
+
+def test_prompts_of_a_file_are_answered_each_on_its_own(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "prompts").write_text("Hello\n\nAnd then?\nHi\n")
+    arguments = ("run", tiny_low_bit, "--prompts-file", tmp_path / "prompts", "--max-tokens", "8")
+    prompts = ["Hello", "And then?", "Hi"]
+    wanted = [expected(user(text)) for text in prompts]
+    shown = "".join(f"## {text}\n{said}\n\n" for text, said in zip(prompts, wanted, strict=True))
+    for at_once in (1, 2):
+        assert weightpath_cli(*arguments, "--at-once", at_once).out == shown
+    answers = json.loads(weightpath_cli(*arguments, "--json").out)["answers"]
+    assert [one["prompt"] for one in answers] == prompts
+    assert [one["text"] for one in answers] == wanted
+    ran = weightpath_cli(
+        "run", tiny_low_bit, "--prompts-file", "-", "--max-tokens", "8", stdin="Hi\n"
+    )
+    assert ran.out == f"## Hi\n{wanted[2]}\n\n"
+
+
+def test_ctrl_c_ends_an_answer_with_what_there_is_and_130(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    press_at_step(monkeypatch, 4)
+    ran = weightpath_cli("run", tiny_low_bit, "--prompt", "Hello", "--max-tokens", "500")
+    assert ran.code == 130
+    assert ran.out.strip()
+    assert expected(user("Hello")).startswith(ran.out.strip())
+    assert "4 tokens" in ran.err
+    assert "stopped by Ctrl-C" in ran.err
+
+
+def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_chat(
+    weightpath_cli: Cli, tiny_low_bit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press_at_step(monkeypatch, 4)
+    ran = weightpath_cli(
+        "run", tiny_low_bit, "--chat", "--json", "--max-tokens", "8", stdin="Hello\nMore\n"
+    )
+    assert ran.code == 0
+    first, second = map(json.loads, ran.out.splitlines())
+    assert (first["finish"], len(first["tokens"])) == ("cancelled", 4)
+    assert second["finish"] == "length"
+
+
+def press_at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A real SIGINT to this process during the session's step of that number."""
+    from weightpath.engine.session import TransformersSession
+
+    real, count = TransformersSession.extend, 0
+
+    def extend(self: Any, tokens: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == step:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, tokens)
+
+    monkeypatch.setattr(TransformersSession, "extend", extend)

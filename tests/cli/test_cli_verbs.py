@@ -17,7 +17,7 @@ from weightpath.device.profile import FACTS, from_dict
 from weightpath.version import __version__
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VERBS = ("probe", "plan", "build", "quantize", "inspect", "verify", "run")
+VERBS = ("probe", "plan", "build", "quantize", "inspect", "verify", "run", "serve")
 Cli = Callable[..., Any]
 
 
@@ -106,6 +106,20 @@ def test_plan_prints_reasons_and_every_rejection(weightpath_cli: Cli, tiny_llama
     assert words(tensors["group_reason"]) in out
     assert f"{tensors['file_bits_per_weight']:.3f}" in out
     assert f"{tensors['linear_bits_per_weight']:.3f}" in out
+
+
+def test_plan_hands_over_to_vllm_with_the_exact_command(
+    weightpath_cli: Cli, tiny_llama: Path
+) -> None:
+    arguments = ("plan", tiny_llama, "--device", "xeon-amx-h200", "--runtime", "vllm")
+    out, plain = shown(weightpath_cli(*arguments)), parsed(weightpath_cli(*arguments, "--json"))
+    path = plain["selection"]["path"]
+    assert path["vllm_command"] in out
+    assert "serve, one user: weightpath serve DIR" in out
+    assert "vllm serve DIR --quantization compressed-tensors" in path["vllm_command"]
+    out = shown(weightpath_cli("plan", tiny_llama, "--device", "snapdragon-8-elite"))
+    assert "vLLM does not run this path here" in out
+    assert "weightpath serve" not in out
 
 
 def test_plan_why_lists_every_tensor(weightpath_cli: Cli, tiny_llama: Path) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import BertConfig, BertModel, GenerationConfig, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, GenerationConfig
 
-from tiny_checkpoint import EOS, TURN, VOCABULARY, build_tokenizer, tokenizer_of
-from weightpath.engine.generate import Message, _Stream, answer, encode, stop_ids
+from tiny_checkpoint import VOCABULARY, build_tokenizer, tokenizer_of
+from weightpath.engine.generate import Message, answer, encode, stop_ids
 from weightpath.engine.load import load
 from weightpath.errors import BadRequest
 
@@ -97,63 +96,6 @@ def test_streamed_pieces_join_to_the_text(model: Any, endless: Any) -> None:
     assert "".join(pieces).strip() == said.text
     assert len(pieces) > 1
     assert all(pieces)
-
-
-def byte_level() -> Any:
-    """One token a byte, so that a character may take several."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=256,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([""], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-def metaspace() -> Any:
-    """Words that carry their leading space, and lose it when decoded at the very start."""
-    words = {"<unk>": 0, "\n": 1, "▁a": 2, "▁b": 3, "▁": 4, "c": 5, ".": 6}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-
-
-@pytest.mark.parametrize(
-    ("made", "ids"),
-    [
-        (byte_level, "héllo wörld\n  日本語 🙂b 🙂\n\nend."),
-        (byte_level, "\n\n"),
-        (byte_level, "🙂🙂🙂"),
-        (metaspace, [2, 5, 1, 3, 4, 3, 5, 1, 1, 4, 4, 2, 6]),
-        (metaspace, [1, 2, 1, 2]),
-    ],
-    ids=["bytes", "newlines alone", "four bytes a character", "indented words", "newline first"],
-)
-def test_the_stream_loses_no_character_of_any_kind_of_tokenizer(made: Any, ids: Any) -> None:
-    tokenizer = made()
-    ids = tokenizer(ids).input_ids if isinstance(ids, str) else ids
-    pieces: list[str] = []
-    stream = _Stream(tokenizer, pieces.append)
-    stream.put(torch.tensor([[2, 3]]))  # the prompt, which is not streamed
-    for token in ids:
-        stream.put(torch.tensor([token]))
-    stream.end()
-    assert "".join(pieces) == tokenizer.decode(ids)
-    assert all("�" not in piece and piece for piece in pieces)
-
-
-def test_special_tokens_are_neither_streamed_nor_in_the_text() -> None:
-    tokenizer = build_tokenizer()
-    pieces: list[str] = []
-    stream = _Stream(tokenizer, pieces.append)
-    stream.put(torch.tensor([[9]]))
-    for token in [*tokenizer("hi ").input_ids, TURN, EOS]:
-        stream.put(torch.tensor([token]))
-    stream.end()
-    assert "".join(pieces) == "hi "
 
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["one id", "a list"])

@@ -116,3 +116,25 @@ def test_a_path_fits_or_says_one_sentence(profiles):
     assert find_path("w4a8-amx").fits(profiles["amx xeon"]) is None
     assert find_path("w8a16").fits(profiles["riscv"]) is None
     assert "npu_phone" in (find_path("bf16").fits(profiles["phone"]) or "")
+
+
+def test_the_vllm_command_gives_what_the_engine_arguments_give(profiles):
+    chosen = select_weight_path(profiles["amx xeon"], "speed", "vllm", evidence=Evidence())
+    assert chosen.path.name == "w4a8-amx"
+    assert chosen.vllm_command == (
+        "VLLM_CPU_INT4_W4A8=1 vllm serve DIR --quantization compressed-tensors --dtype bfloat16"
+    )
+    assert chosen.to_dict()["path"]["vllm_command"] == chosen.vllm_command
+    for name, value in chosen.path.as_engine_kwargs().items():
+        assert f"--{name} {value}" in chosen.vllm_command
+    split = chosen.path.vllm_command("my folder", tensor_parallel=2)
+    assert split is not None
+    assert "vllm serve 'my folder' " in split
+    assert split.endswith(" --tensor-parallel-size 2")
+
+
+@pytest.mark.parametrize("path", CATALOG, ids=lambda path: path.name)
+def test_a_path_has_a_vllm_command_where_vllm_runs_it_and_nowhere_else(path: WeightPath):
+    command = path.vllm_command()
+    assert (command is None) == (not path.vllm)
+    assert command is None or "vllm serve DIR" in command

@@ -12,7 +12,7 @@ import os
 import signal
 import termios
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -48,6 +48,30 @@ def leaving_at_once() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, leave)
     try:
         yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """While this lasts, the first Ctrl-C only makes the yielded function true, so that what is
+    running can end by itself; a second one does what it did before.
+
+    Changes nothing in a thread other than the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    pressed = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        pressed.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed.is_set
     finally:
         signal.signal(signal.SIGINT, before)
 

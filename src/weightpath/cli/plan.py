@@ -6,12 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import typer
+from rich.markup import escape
 
 import weightpath
 from weightpath.cli.show import emit_json, heading, size, stdout, table
 
 if TYPE_CHECKING:
     from weightpath.jobs.plan import Plan
+    from weightpath.paths.select import Selection
 
 NAME = "plan"
 EXAMPLE = "Example: weightpath plan demo --priority fidelity --runtime vllm"
@@ -70,6 +72,7 @@ def show_plan(plan: Plan) -> None:
             stdout.print(f"  claim, not evidence: {claim}")
         stdout.print(f"  kernel: {path.kernels}")
         stdout.print(f"  build: {path.built_by}")
+        _show_serving(selection)
         for name, reason in selection.rejected:
             stdout.print(f"  - {name}: {reason}")
         for warning in selection.warnings:
@@ -90,3 +93,17 @@ def show_plan(plan: Plan) -> None:
         f"  planned: {size(tensors.source_bytes)} -> {size(tensors.file_bytes)}, linears "
         f"{tensors.linear_bits_per_weight:.3f} bits per weight, whole file {tensors.file_bits_per_weight:.3f}"
     )
+
+
+def _show_serving(selection: Selection) -> None:
+    """How to serve the built folder: to one user here, to many with vLLM."""
+    path = selection.path
+    if path.scheme is not None and not path.name.startswith("export"):
+        stdout.print("  serve, one user: weightpath serve DIR")
+    if selection.vllm_command is not None:
+        stdout.print(f"  serve, many users or machines: {escape(selection.vllm_command)}")
+    else:
+        stdout.print(
+            "  serve, many users or machines: vLLM does not run this path here; plan with "
+            "--runtime vllm for one that it runs"
+        )

@@ -2,53 +2,108 @@
 
 from __future__ import annotations
 
+import json as json_module
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
 
+from weightpath.cli.interrupt import CODE as INTERRUPTED
+from weightpath.cli.interrupt import stopping
 from weightpath.cli.show import emit_json, progress_bar, stderr
 from weightpath.errors import BadRequest
 
 if TYPE_CHECKING:
     from weightpath.engine.generate import Answer, Message
+    from weightpath.engine.sampling import Sampling
+    from weightpath.engine.stream import Limits, Piece
 
 NAME = "run"
 EXAMPLE = 'Example: weightpath run out --prompt "What is the capital of France?"'
+HEADING = 60
+"""Characters of a prompt that its answer is headed with."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What every answer of this run is made with."""
+
+    model: Any
+    tokenizer: Any
+    system: str | None
+    sampling: Sampling
+    limits: Limits
+    logprobs: int | None
+    context: int | None
+    json: bool
+
+    def opening(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
 
 
 def command(
     folder: str = typer.Argument(help="A low-bit folder of any format, a GGUF file, or a hub id."),
     prompt: str = typer.Option(None, help="What to ask; - reads it from standard input."),
     interactive: bool = typer.Option(
-        False, "--interactive", help="Chat until an empty line or end of input."
+        False, "--interactive", "--chat", help="Chat until an empty line or end of input."
     ),
+    prompts_file: str = typer.Option(
+        None, help="A file with a prompt a line, each answered on its own; - is standard input."
+    ),
+    at_once: int = typer.Option(8, min=1, help="Prompts of a file that are run together."),
     system: str = typer.Option(None, help="A system message for the chat template."),
-    max_tokens: int = typer.Option(256, min=1, help="Tokens to generate at most."),
+    max_tokens: int = typer.Option(
+        256, "--max-tokens", "--max-new-tokens", min=1, help="Tokens to generate at most."
+    ),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    top_k: int = typer.Option(0, min=0, help="Sample from the k most likely; 0: from all."),
     top_p: float = typer.Option(
         1.0, min=0.0, max=1.0, help="Nucleus sampling, with a temperature."
     ),
+    min_p: float = typer.Option(
+        0.0, min=0.0, max=1.0, help="Leave out what is less likely than this times the likeliest."
+    ),
+    repetition_penalty: float = typer.Option(
+        1.0, min=0.01, help="Above 1 makes tokens that were there less likely."
+    ),
     seed: int = typer.Option(None, help="Seed for sampling."),
+    stop: list[str] = typer.Option(
+        None, help="End an answer before this text; may be given again."
+    ),
+    logprobs: int = typer.Option(
+        None, min=0, help="With --json: log-probabilities, of so many beside each token."
+    ),
+    context: int = typer.Option(
+        None, min=2, help="Most tokens of a prompt and its answer; without it, the model's own."
+    ),
     activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
     json: bool = typer.Option(
-        False, "--json", help="Print the whole answer as JSON instead of streaming it."
+        False, "--json", help="Print whole answers as JSON (of a chat, a line a turn)."
     ),
 ) -> None:
     """Stream an answer to a prompt, the chat template applied."""
-    if interactive == (prompt is not None):
-        raise BadRequest("run: give --prompt TEXT or --interactive, one of them")
-    if interactive and json:
-        raise BadRequest("run: --json prints one answer; use it with --prompt")
+    if sum((prompt is not None, interactive, prompts_file is not None)) != 1:
+        raise BadRequest(
+            "run: give --prompt TEXT or --interactive or --prompts-file FILE, one of them"
+        )
+    if logprobs is not None and not json:
+        raise BadRequest("run: --logprobs are shown with --json")
     from weightpath.checkpoints.locate import place_of
     from weightpath.checkpoints.low_bit import open_low_bit
-    from weightpath.engine.generate import answer
+    from weightpath.engine.generate import stop_ids
     from weightpath.engine.load import load, load_tokenizer
+    from weightpath.engine.sampling import Sampling
+    from weightpath.engine.stream import Limits
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    limits = Limits(max_tokens, (), tuple(stop or ()))
+    texts = [sys.stdin.read() if prompt == "-" else prompt] if prompt is not None else []
+    if prompts_file is not None:
+        texts = _lines(prompts_file)
     place = place_of(folder)
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
@@ -56,35 +111,144 @@ def command(
         model = load(place, device, activation_bits=activation_bits, progress=progress)
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
-    history: list[Message] = [{"role": "system", "content": system}] if system else []
-    options: dict[str, Any] = {
-        "max_new_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed,
-    }  # fmt: skip
-
-    def say(message: str, stream: bool = True) -> Answer:
-        history.append({"role": "user", "content": message})
-        emit = (lambda piece: print(piece, end="", flush=True)) if stream else None
-        reply = answer(model, tokenizer, history, emit=emit, **options)
-        history.append({"role": "assistant", "content": reply.text})
-        if stream:
-            print()
-            speed = len(reply.tokens) / reply.seconds
-            end = "" if reply.stopped else f"; cut at {max_tokens} tokens"
-            stderr.print(
-                f"[dim]{len(reply.tokens)} tokens, {speed:.1f} a second, prompt included{end}[/dim]"
-            )
-        return reply
-
-    if json:
-        emit_json(asdict(say(text, stream=False)))
-    elif not interactive:
-        say(text)
+    limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))
+    asked = _Asked(model, tokenizer, system, sampling, limits, logprobs, context, json)
+    if interactive:
+        _chat(asked)
+    elif prompts_file is not None:
+        _many(asked, texts, at_once)
     else:
-        while True:
-            try:
-                line = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
-                return
-            if not line.strip():
-                return
-            say(line)
+        _one(asked, texts[0])
+
+
+def _lines(name: str) -> list[str]:
+    """The prompts of a file, empty lines left out."""
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"run: {name} cannot be read ({error}); give a text file") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise BadRequest(f"run: {name} holds no prompt; write one a line")
+    return lines
+
+
+def _one(asked: _Asked, text: str) -> None:
+    reply = _say(asked, [*asked.opening(), {"role": "user", "content": text}], _session(asked))
+    if asked.json:
+        emit_json(_plain(asked, reply))
+    if reply.finish == "cancelled":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _chat(asked: _Asked) -> None:
+    """Turns until an empty line. Ctrl-C in an answer ends that answer, elsewhere the chat."""
+    history, session = asked.opening(), _session(asked)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not line.strip():
+            return
+        history.append({"role": "user", "content": line})
+        reply = _say(asked, history, session)
+        history.append({"role": "assistant", "content": reply.text})
+        if asked.json:
+            print(json_module.dumps(_plain(asked, reply)), flush=True)
+
+
+def _session(asked: _Asked) -> Any:
+    from weightpath.engine.session import open_session
+
+    return open_session(asked.model, asked.context)
+
+
+def _say(asked: _Asked, messages: list[Message], session: Any) -> Answer:
+    """One answer, streamed unless it is printed as JSON."""
+    from weightpath.engine.generate import answer
+
+    emit = None if asked.json else (lambda piece: print(piece, end="", flush=True))
+    with stopping() as stopped:
+        reply = answer(
+            asked.model, asked.tokenizer, messages, asked.limits.max_new_tokens, emit=emit,
+            stop=asked.limits.stop_strings, logprobs=asked.logprobs, session=session,
+            cancelled=stopped, **vars(asked.sampling),
+        )  # fmt: skip
+    if not asked.json:
+        print()
+        stderr.print(f"[dim]{_speed(asked, reply)}[/dim]")
+    return reply
+
+
+def _speed(asked: _Asked, reply: Answer) -> str:
+    """Two lines: of the prompt and what follows it, and of the whole."""
+    ends = {"length": f"; cut at {len(reply.tokens)} tokens", "cancelled": "; stopped by Ctrl-C"}
+    read = reply.prompt_tokens - reply.cached_tokens
+    kept = f" ({reply.cached_tokens} kept)" if reply.cached_tokens else ""
+    parts = f"prompt of {read}{kept}: {read / max(reply.prefill_seconds, 1e-9):.1f} a second"
+    if len(reply.tokens) > 1:
+        speed = (len(reply.tokens) - 1) / max(reply.decode_seconds, 1e-9)
+        parts += f"; then {speed:.1f} a second"
+    whole = len(reply.tokens) / max(reply.seconds, 1e-9)
+    end = ends.get(reply.finish, "")
+    return f"{parts}\n{len(reply.tokens)} tokens, {whole:.1f} a second, prompt included{end}"
+
+
+def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
+    """A prompt's answer is printed once it is whole, in the prompts' order."""
+    from weightpath.engine.batch import generate_many
+    from weightpath.engine.generate import answer_of, check_vocabulary, encode
+    from weightpath.engine.session import engine_of
+    from weightpath.engine.stream import joined
+
+    prompts = []
+    for text in texts:
+        messages = [*asked.opening(), {"role": "user", "content": text}]
+        prompts.append(encode(asked.tokenizer, messages)[0].tolist())
+        check_vocabulary(asked.model, prompts[-1])
+    pieces: list[list[Piece]] = [[] for _ in texts]
+    printed = 0
+
+    def show(index: int, piece: Piece) -> None:
+        nonlocal printed
+        pieces[index].append(piece)
+        while not asked.json and printed < len(texts) and _is_whole(pieces[printed]):
+            heading = " ".join(texts[printed].split())[:HEADING]
+            print(f"## {heading}\n{joined(pieces[printed]).text.strip()}\n", flush=True)
+            printed += 1
+
+    with stopping() as stopped:
+        replies = generate_many(
+            engine_of(asked.model), asked.tokenizer, prompts, asked.sampling, asked.limits,
+            asked.logprobs, at_once, asked.context, stopped, show,
+        )  # fmt: skip
+    answers = [answer_of(reply, asked.logprobs is not None) for reply in replies]
+    if asked.json:
+        rows = [
+            {"prompt": text, **_plain(asked, one)} for text, one in zip(texts, answers, strict=True)
+        ]
+        emit_json({"answers": rows})
+    if any(one.finish == "cancelled" for one in answers):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _is_whole(pieces: list[Piece]) -> bool:
+    return bool(pieces) and pieces[-1].finish is not None
+
+
+def _plain(asked: _Asked, reply: Answer) -> dict[str, Any]:
+    """JSON-ready; tokens with log-probabilities carry their text."""
+    plain = asdict(reply)
+    rows = plain.pop("logprobs")
+    if asked.logprobs is None:
+        return plain
+    text = asked.tokenizer.decode
+    plain["logprobs"] = [
+        {
+            "token": row["token"], "text": text([row["token"]]), "logprob": row["logprob"],
+            "best": [{"token": i, "text": text([i]), "logprob": p} for i, p in row["best"]],
+        }
+        for row in rows
+    ]  # fmt: skip
+    return plain

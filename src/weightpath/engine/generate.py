@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    TextStreamer,
-)
+from transformers import PreTrainedModel
 
-from weightpath.errors import BadRequest, CannotRun
+from weightpath.engine.sampling import Sampling, TokenLogprob
+from weightpath.engine.session import Session, open_session
+from weightpath.engine.stream import STOP, Limits, Reply, joined, stream
+from weightpath.errors import BadRequest
 
 Message = dict[str, str]
 """{"role": "system" | "user" | "assistant", "content": text}"""
@@ -24,39 +21,21 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said. tokens: ids generated; seconds: wall time of prompt and decode together;
-    stopped: whether it ended by itself, rather than at the length limit."""
+    """What a model said. tokens: ids generated; seconds: wall time of prompt and decode together,
+    and of each; stopped: whether it ended by itself or at a stop, and finish says how: "stop",
+    "length" or "cancelled". cached_tokens: of the prompt, not run again. logprobs: one a token,
+    where asked for."""
 
     text: str
     prompt_tokens: int
     tokens: tuple[int, ...]
     seconds: float
     stopped: bool
-
-
-class _Stream(TextStreamer):
-    """Hands finished pieces of text to a function instead of printing them."""
-
-    def __init__(self, tokenizer: Any, emit: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.emit = emit
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.emit(text)
-
-
-class _Finite(LogitsProcessor):
-    """Refuses logits that are NaN or infinite, which decoding would turn into one token over and
-    over."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if bool(torch.isfinite(scores).all()):
-            return scores
-        raise CannotRun(
-            f"logits of token {input_ids.shape[1]} are not finite in {scores.dtype} arithmetic; "
-            "fp16 ends at 65504: load with dtype=torch.bfloat16, or inspect the weights"
-        )
+    finish: str = STOP
+    cached_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
@@ -80,6 +59,11 @@ def encode(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
     return ids
 
 
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of plain text, with the special tokens that the tokenizer puts before it."""
+    return tokenizer(text, add_special_tokens=True).input_ids
+
+
 def answer(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -89,48 +73,60 @@ def answer(
     top_p: float = 1.0,
     seed: int | None = None,
     emit: Callable[[str], None] | None = None,
+    *,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str] = (),
+    logprobs: int | None = None,
+    session: Session | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Answer:
     """Generate a reply to `messages`. temperature 0 is greedy. emit gets text as it is finished.
 
+    Settings as in `sampling.Sampling`. stop: strings that end the reply. logprobs: how many of the
+    most likely tokens to give with each. session: of the model, kept from turn to turn, so that
+    only what is new is run. cancelled: asked before every token.
     BadRequest where the model is no decoder, or has fewer tokens than its tokenizer uses;
     CannotRun for logits that are not finite.
     """
-    if not model.can_generate():
-        raise BadRequest(f"{type(model).__name__} does not generate text: use a decoder")
-    prompt = encode(tokenizer, messages).to(model.device)
-    vocabulary = model.config.get_text_config().vocab_size
-    if int(prompt.max()) >= vocabulary:
-        raise BadRequest(f"the prompt holds token {int(prompt.max())}, the model has {vocabulary} tokens; "
-                         "use the tokenizer that belongs to the model")  # fmt: skip
-    options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_p": top_p}
-        torch.manual_seed(torch.seed() if seed is None else seed)
-    else:
-        options |= {"temperature": None, "top_p": None, "top_k": None}
-    ends = stop_ids(model, tokenizer)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        output = model.generate(  # type: ignore[operator]
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            pad_token_id=tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else (ends or [0])[0],
-            eos_token_id=ends or None,
-            streamer=_Stream(tokenizer, emit) if emit else None,
-            logits_processor=LogitsProcessorList([_Finite()]),
-            **options,
-        )
-    seconds = time.perf_counter() - started
-    new = output[0, prompt.shape[1] :].tolist()
+    session = open_session(model) if session is None else session
+    prompt = encode(tokenizer, messages)[0].tolist()
+    check_vocabulary(model, prompt)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    limits = Limits(max_new_tokens, tuple(stop_ids(model, tokenizer)), tuple(stop))
+    pieces = []
+    for piece in stream(session, tokenizer, prompt, sampling, limits, logprobs, cancelled):
+        pieces.append(piece)
+        if emit is not None and piece.text:
+            emit(piece.text)
+    return answer_of(joined(pieces), logprobs is not None)
+
+
+def answer_of(reply: Reply, logprobs: bool) -> Answer:
+    """A reply as an answer, its text without the space around it."""
+    usage = reply.usage
     return Answer(
-        text=tokenizer.decode(new, skip_special_tokens=True).strip(),
-        prompt_tokens=prompt.shape[1],
-        tokens=tuple(new),
-        seconds=seconds,
-        stopped=bool(new) and new[-1] in ends,
+        text=reply.text.strip(),
+        prompt_tokens=usage.prompt_tokens,
+        tokens=tuple(token.token for token in reply.tokens),
+        seconds=usage.prefill_seconds + usage.decode_seconds,
+        stopped=reply.finish == STOP,
+        finish=reply.finish,
+        cached_tokens=usage.cached_tokens,
+        prefill_seconds=usage.prefill_seconds,
+        decode_seconds=usage.decode_seconds,
+        logprobs=reply.tokens if logprobs else (),
     )
+
+
+def check_vocabulary(model: PreTrainedModel, prompt: Sequence[int]) -> None:
+    """BadRequest where the prompt holds an id that the model has no row for."""
+    vocabulary = model.config.get_text_config().vocab_size
+    highest = max(prompt, default=0)
+    if highest >= vocabulary or min(prompt, default=0) < 0:
+        raise BadRequest(f"the prompt holds token {highest}, the model has {vocabulary} tokens; "
+                         "use the tokenizer that belongs to the model")  # fmt: skip
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: Any) -> list[int]:

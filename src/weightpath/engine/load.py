@@ -29,6 +29,7 @@ from weightpath.checkpoints.shards import TensorInfo
 from weightpath.checkpoints.store import Checkpoint, gguf_at
 from weightpath.engine import skeleton
 from weightpath.engine.low_bit_module import module_of
+from weightpath.engine.session import Engine
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
 from weightpath.nn.swap import (
     explain,
@@ -46,7 +47,8 @@ class LowBitModel:
     """What `load` knows of a model, as `model.weightpath`. manifest: how the folder was made, {}
     where another tool made it. format: what it is in. notes: what reading it showed. floats: linears
     whose integers no module takes -> scheme and why; they run as floats. left_out: tensors that
-    transformers' model has no use for."""
+    transformers' model has no use for. native: the engine that sessions of this model run on; None:
+    transformers'."""
 
     where: str
     manifest: dict[str, Any]
@@ -56,6 +58,7 @@ class LowBitModel:
     notes: tuple[str, ...] = ()
     floats: dict[str, tuple[str, str]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    native: Engine | None = field(default=None, repr=False)
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """For every low-bit linear: its scheme, its kernel, and why not the others."""

@@ -11,6 +11,7 @@ evidence: a path is verified by a record only (`evidence.py`).
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -85,6 +86,22 @@ class WeightPath:
         if self.dtype is not None:
             kwargs["dtype"] = self.dtype
         return kwargs
+
+    def vllm_command(self, folder: str = "DIR", tensor_parallel: int = 1) -> str | None:
+        """The shell line that serves a folder of this path with vLLM; None where vLLM cannot.
+
+        The same arguments as `as_engine_kwargs`, and the variables before them. tensor_parallel:
+        GPUs (or NUMA nodes) that the model is split over. A float path serves MODEL as it is.
+        """
+        if not self.vllm:
+            return None
+        words = [f"{name}={value}" for name, value in self.engine_environment]
+        words += ["vllm", "serve", shlex.quote(folder)]
+        for name, value in self.as_engine_kwargs().items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        if tensor_parallel > 1:
+            words += ["--tensor-parallel-size", str(tensor_parallel)]
+        return " ".join(words)
 
     def with_scheme(self, scheme: Scheme) -> WeightPath:
         """The same path with another group size: its bits and its build command follow."""

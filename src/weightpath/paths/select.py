@@ -66,6 +66,12 @@ class Selection:
     verified: bool = False
     warnings: tuple[str, ...] = ()  # damaged files in the record stores
 
+    @property
+    def vllm_command(self) -> str | None:
+        """The line that serves the built folder with vLLM; None where vLLM cannot run the path
+        here. For one user on one machine there is `weightpath serve`."""
+        return self.path.vllm_command("MODEL" if self.path.scheme is None else "DIR")
+
     def to_dict(self) -> dict[str, Any]:
         """The selection as JSON-ready values, with vLLM's arguments spelt out."""
         path = {
@@ -76,6 +82,7 @@ class Selection:
         path["scheme"] = None if self.path.scheme is None else self.path.scheme.name
         path["engine_kwargs"] = self.path.as_engine_kwargs()
         path["engine_environment"] = dict(self.path.engine_environment)
+        path["vllm_command"] = self.vllm_command
         return {
             "path": path,
             "priority": self.priority,
