@@ -1,6 +1,6 @@
 """A peer that is measured beside this package: a worker in an environment of its own.
 
-The worker (a script of benchmarks/peers/, run by the environment's python) reads one JSON object a
+The worker (a script of benchmarks/peer_workers/, run by the environment's python) reads one JSON object a
 line and answers one a line: what was asked, or {"error": sentence}. It times itself and answers
 seconds, so that the pipe costs nothing; while it runs this process waits, and the other way round,
 so that the two take turns on the same cores.
@@ -18,7 +18,7 @@ from typing import Any
 
 from common import REPOSITORY
 
-WORKERS = Path(__file__).resolve().parent / "peers"
+WORKERS = Path(__file__).resolve().parent / "peer_workers"
 
 
 class PeerFailed(Exception):
