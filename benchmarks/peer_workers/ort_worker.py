@@ -24,14 +24,12 @@ whoever has the next turn. With one thread everything runs on the calling one.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import onnxruntime  # pyright: ignore[reportMissingImports]
+from loop import answer
 from onnx import TensorProto, helper, numpy_helper  # pyright: ignore[reportMissingImports]
 
 CLOCKS = {"thread": time.thread_time, "wall": time.perf_counter}
@@ -121,30 +119,24 @@ class Products:
 
 def main() -> None:
     """Answer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else writes to stdout
     held: dict[str, Products] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        do = request.pop("do")
-        try:
-            if do == "versions":
-                answer: dict[str, Any] = {"onnxruntime": onnxruntime.__version__}
-            elif do == "make":
-                name = request.pop("name")
-                held[name] = Products(**request)
-                answer = {"error_mean": held[name].error_mean()}
-            elif do == "time":
-                answer = held[request.pop("name")].time(**request)
-            elif do == "drop":
-                held.clear()
-                answer = {}
-            else:
-                answer = {"error": f"{do} is nothing that this worker does"}
-        except Exception as refused:  # told to the parent, which ends with it or says it
-            answer = {"error": f"{type(refused).__name__}: {' '.join(str(refused).split())}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+
+    def make(name: str, **shape: int) -> dict[str, Any]:
+        held[name] = Products(**shape)
+        return {"error_mean": held[name].error_mean()}
+
+    def drop() -> dict[str, Any]:
+        held.clear()
+        return {}
+
+    answer(
+        {
+            "make": make,
+            "time": lambda name, **asked: held[name].time(**asked),
+            "drop": drop,
+            "versions": lambda: {"onnxruntime": onnxruntime.__version__},
+        }
+    )
 
 
 if __name__ == "__main__":
