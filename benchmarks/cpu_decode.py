@@ -109,32 +109,32 @@ def speeds(
     read = sampler(lambda: module.read_all(memory.data_ptr(), memory.numel(), arguments.threads), 2)
     rates: dict[str, dict[str, Timing]] = {}
     limits: dict[str, Timing] = {}
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[str, dict[str, list[int]]] = {measure: {} for measure in MEASURES}
     with ExitStack() as running:
         workers = {one.name: running.enter_context(one.start()) for one in found}
         for one in found:
             workers[one.name].ask(do="load", **one.load)
 
-        def sample(name: str, length: int, steps: int) -> Callable[[], float]:
+        def sample(name: str, measure: str) -> Callable[[], float]:
+            length, steps = MEASURES[measure]
+
             def once() -> float:
                 done = workers[name].ask(do="speed", prompt=ids[:length], steps=steps)
+                tokens[measure][name] = done["tokens"]
                 if steps:
-                    tokens[name] = done["tokens"]
                     return steps / done["decode_seconds"]
                 return length / done["prefill_seconds"]
 
             once()  # caches, memory and threads are there after it
             return once
 
-        for measure, (length, steps) in MEASURES.items():
-            calls = {one.name: sample(one.name, length, steps) for one in found}
+        for measure in MEASURES:
+            calls = {one.name: sample(one.name, measure) for one in found}
             calls["read"] = lambda: READ_BYTES / read() / 1e9
             got = sample_in_turns(calls, arguments.rounds)
             limits[measure] = Timing.of(got.pop("read"), "GB/s")
             rates[measure] = {name: Timing.of(v, "tokens/s") for name, v in got.items()}
-            if measure == "decode":
-                first = dict(tokens)
-    return rates, limits, first
+    return rates, limits, tokens["decode"]
 
 
 def loads(arguments: argparse.Namespace, found: list[Product]) -> dict[str, Timing]:

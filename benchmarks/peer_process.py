@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ class PeerProcess:
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()  # the worker ends where its input does
+        with suppress(BrokenPipeError):  # it has ended already, and what it was asked is lost
+            self.process.stdin.close()  # the worker ends where its input does
         try:
             self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:

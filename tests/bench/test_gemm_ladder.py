@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-from weightpath.bench.timing import Timing
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from gemm_ladder import cliffs
+from weightpath.bench.timing import Timing
 
 
 def times(seconds: dict[int, float], spread: float = 0.0) -> dict[int, Timing]:
