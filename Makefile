@@ -4,10 +4,11 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS ?= .
+CACHE ?= demo-build/bench
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check interop fuzz bench clean
+.PHONY: run test check interop fuzz bench bench-decode clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -38,6 +39,11 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/quantize_cost.py
 	$(BIN)/python benchmarks/convert_speed.py
 	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_gemm.py --peers $(PEERS) --write
+
+# Whole models beside llama.cpp and OpenVINO GenAI; models are made once into CACHE (4 GB at most).
+bench-decode: $(VENV)/.installed
+	$(BIN)/python tests/interop/install_peer.py --under $(PEERS) llama openvino
+	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_decode.py --cache $(CACHE) --peers $(PEERS) --write
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"

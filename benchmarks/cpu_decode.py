@@ -28,7 +28,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,7 @@ class Product:
     python: Path | str
     script: str
     load: dict[str, Any]
+    asks: dict[str, Any]  # what its version depends on
     weight_bytes: int
     version: str
 
@@ -74,7 +75,7 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
         with PeerProcess(python, script, {**os.environ, **SPIN}) as worker:
             versions = worker.ask(do="versions", **asks)
         found.append(
-            Product(name, python, script, {**load, "threads": threads}, weight_bytes,
+            Product(name, python, script, {**load, "threads": threads}, asks, weight_bytes,
                     " ".join(f"{key} {value}" for key, value in versions.items()))
         )  # fmt: skip
 
@@ -100,16 +101,14 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
 
 def speeds(
     arguments: argparse.Namespace, model: BenchModel, found: list[Product]
-) -> tuple[dict[str, dict[str, Timing]], dict[str, Timing], dict[str, list[int]]]:
-    """tokens/s by measure and product, read GB/s by measure, and the tokens of the decode."""
+) -> Iterator[tuple[str, dict[str, Timing], Timing, dict[str, list[int]]]]:
+    """A measure, tokens/s of every product, read GB/s beside them, and the tokens that came."""
     draw = torch.Generator().manual_seed(0)
     longest = max(length for length, _ in MEASURES.values())
     ids = torch.randint(model.vocabulary, (longest,), generator=draw).tolist()
     memory, module = cpu.fresh_memory(READ_BYTES).fill_(1), cpu.extension()
     read = sampler(lambda: module.read_all(memory.data_ptr(), memory.numel(), arguments.threads), 2)
-    rates: dict[str, dict[str, Timing]] = {}
-    limits: dict[str, Timing] = {}
-    tokens: dict[str, dict[str, list[int]]] = {measure: {} for measure in MEASURES}
+    tokens: dict[str, list[int]] = {}
     with ExitStack() as running:
         workers = {one.name: running.enter_context(one.start()) for one in found}
         for one in found:
@@ -120,7 +119,7 @@ def speeds(
 
             def once() -> float:
                 done = workers[name].ask(do="speed", prompt=ids[:length], steps=steps)
-                tokens[measure][name] = done["tokens"]
+                tokens[name] = done["tokens"]
                 if steps:
                     return steps / done["decode_seconds"]
                 return length / done["prefill_seconds"]
@@ -132,9 +131,8 @@ def speeds(
             calls = {one.name: sample(one.name, measure) for one in found}
             calls["read"] = lambda: READ_BYTES / read() / 1e9
             got = sample_in_turns(calls, arguments.rounds)
-            limits[measure] = Timing.of(got.pop("read"), "GB/s")
-            rates[measure] = {name: Timing.of(v, "tokens/s") for name, v in got.items()}
-    return rates, limits, tokens["decode"]
+            limit = Timing.of(got.pop("read"), "GB/s")
+            yield measure, {n: Timing.of(v, "tokens/s") for n, v in got.items()}, limit, tokens
 
 
 def loads(arguments: argparse.Namespace, found: list[Product]) -> dict[str, Timing]:
@@ -143,10 +141,7 @@ def loads(arguments: argparse.Namespace, found: list[Product]) -> dict[str, Timi
     def sample(one: Product) -> Callable[[], float]:
         def once() -> float:
             with one.start() as worker:
-                worker.ask(
-                    do="versions",
-                    **({"server": one.load["server"]} if "server" in one.load else {}),
-                )
+                worker.ask(do="versions", **one.asks)  # answered when its imports are done
                 return worker.ask(do="load", **one.load)["first_seconds"]
 
         return once
@@ -171,11 +166,13 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     found = products(arguments, model)
     for one in found:
         print(f"{name}: {one.name}: {one.version}, {one.weight_bytes / 1e6:.1f} MB a token")
-    rates, limits, tokens = speeds(arguments, model, found)
-    first = loads(arguments, found)
     ours, rows = found[0], []
-    for measure, by_product in rates.items():
-        limit = limits[measure]
+    rates: dict[str, dict[str, Timing]] = {}
+    same: dict[str, int] = {}
+    for measure, by_product, limit, tokens in speeds(arguments, model, found):
+        rates[measure] = by_product
+        if measure == "decode":
+            same = {key: equal_at_first(tokens[ours.name], value) for key, value in tokens.items()}
         print(f"{name} {measure}, tokens/s; reads {spread(limit)} GB/s")
         for one in found:
             rate = by_product[one.name]
@@ -195,19 +192,17 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
         one.name: ratio(rates["decode deep"][one.name], rates["decode"][one.name]).median
         for one in found
     }
+    first = loads(arguments, found)
     print(f"{name}: decode after 2,048 tokens over decode after 16; load to first token; tokens")
     for one in found:
-        same = equal_at_first(tokens[ours.name], tokens[one.name])
         print(f"  {one.name:24} {deep[one.name]:.0%}   {spread(first[one.name], 2)} s   "
-              f"the first {same} of {len(tokens[ours.name])} are ours")  # fmt: skip
+              f"the first {same[one.name]} of {same[ours.name]} are ours")  # fmt: skip
     return {
         "products": {one.name: one.version for one in found},
         "rows": rows,
         "deep_over_short": deep,
         "first_token_seconds": {key: _three(value) for key, value in first.items()},
-        "equal_at_first": {
-            key: equal_at_first(tokens[ours.name], value) for key, value in tokens.items()
-        },
+        "equal_at_first": same,
     }
 
 
