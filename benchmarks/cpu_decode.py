@@ -1,6 +1,7 @@
 """Whole models on the CPU, this package beside llama.cpp and OpenVINO GenAI: tokens a second.
 
     python benchmarks/cpu_decode.py --cache FOLDER [--models demo,1b] [--threads 2] [--rounds 5]
+                                    [--measures "prefill,decode,decode deep"]
                                     [--engine native] [--peers FOLDER] [--llama-server BINARY]
                                     [--write]
 
@@ -127,7 +128,7 @@ def speeds(
             once()  # caches, memory and threads are there after it
             return once
 
-        for measure in MEASURES:
+        for measure in arguments.measures.split(","):
             calls = {one.name: sample(one.name, measure) for one in found}
             calls["read"] = lambda: READ_BYTES / read() / 1e9
             got = sample_in_turns(calls, arguments.rounds)
@@ -188,15 +189,19 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
                  "weight_bytes": one.weight_bytes, "read_gb_per_s": _three(limit),
                  "ours_over": None if beside is None else [beside.median, beside.low, beside.high]}
             )  # fmt: skip
-    deep = {
-        one.name: ratio(rates["decode deep"][one.name], rates["decode"][one.name]).median
-        for one in found
-    }
+    deep: dict[str, float] = {}
+    if {"decode", "decode deep"} <= set(rates):
+        print(f"{name}: decode after 2,048 tokens over decode after 16")
+        for one in found:
+            after = ratio(rates["decode deep"][one.name], rates["decode"][one.name])
+            deep[one.name] = after.median
+            print(f"  {one.name:24} {after.median:.0%}")
     first = loads(arguments, found)
-    print(f"{name}: decode after 2,048 tokens over decode after 16; load to first token; tokens")
+    print(f"{name}: seconds from load to the first token")
     for one in found:
-        print(f"  {one.name:24} {deep[one.name]:.0%}   {spread(first[one.name], 2)} s   "
-              f"the first {same[one.name]} of {same[ours.name]} are ours")  # fmt: skip
+        print(f"  {one.name:24} {spread(first[one.name], 2)}")
+    for key, count in same.items():
+        print(f"{name}: {key}: the first {count} of {same[ours.name]} tokens are ours")
     return {
         "products": {one.name: one.version for one in found},
         "rows": rows,
@@ -214,6 +219,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cache", type=Path, required=True, help="where models are made, once")
     parser.add_argument("--models", default=",".join(NAMES))
+    parser.add_argument("--measures", default=",".join(MEASURES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loads", type=int, default=3, help="fresh processes of each product")
