@@ -4,10 +4,11 @@
 PYTHON ?= python3
 VENV := .venv
 PEERS ?= .
+CACHE ?= demo-build/bench
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(1, min(4, os.cpu_count() or 1)))")
 
-.PHONY: run test check sanitize emulated arm interop fuzz bench clean
+.PHONY: run test check sanitize emulated arm interop fuzz bench bench-decode clean
 
 run: $(VENV)/.installed
 	$(BIN)/weightpath build demo
@@ -61,11 +62,18 @@ interop: $(VENV)/.installed
 fuzz: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/soak.py --cases $(or $(CASES),10000)
 
+# ONNX Runtime is measured beside the products, from .venv-ort under PEERS (0.2 GB).
 bench: $(VENV)/.installed
+	$(BIN)/python tests/interop/install_peer.py --under $(PEERS) ort
 	$(BIN)/python benchmarks/fidelity_table.py
 	$(BIN)/python benchmarks/quantize_cost.py
 	$(BIN)/python benchmarks/convert_speed.py
-	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_gemm.py --write
+	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_gemm.py --peers $(PEERS) --write
+
+# Whole models beside llama.cpp and OpenVINO GenAI; models are made once into CACHE (4 GB at most).
+bench-decode: $(VENV)/.installed
+	$(BIN)/python tests/interop/install_peer.py --under $(PEERS) llama openvino
+	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_decode.py --cache $(CACHE) --peers $(PEERS) --write
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"

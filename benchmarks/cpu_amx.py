@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common import finish
-from cpu_gemm import rotated
+from gemm_products import rotated
 from weightpath.bench.timing import in_turns
 from weightpath.kernels import cpu
 from weightpath.qweight import QWeight

@@ -1,6 +1,6 @@
 """Make the environments of peers in folders of their own, or reuse them.
 
-    python install_peer.py [--under FOLDER] vllm llama writers
+    python install_peer.py [--under FOLDER] vllm llama writers ort openvino
 
 Each goes into FOLDER/.venv-NAME, from NAME-requirements.txt beside this file. Two installs: torch
 with what it needs, held to the versions of that file, where it names torch; then every line of it
@@ -26,6 +26,8 @@ PEERS = {
     "vllm": "from vllm import LLM",
     "llama": "from xllamacpp import Server",
     "writers": "import gptqmodel, auto_round",
+    "ort": "import onnxruntime, onnx.helper",
+    "openvino": "import openvino_genai, openvino_tokenizers",
 }
 """Environments, and what each is for: what must be importable in it."""
 CHECK = f"""

@@ -69,33 +69,46 @@ def in_turns(
     round is begun that would end after `budget_seconds`. A function that starts work on an
     accelerator must wait for it itself.
     """
-    if minimum_seconds > 0 and warmup < 1:
-        raise BadRequest("timing: minimum_seconds with no warm-up call to size by; warm up once")
-    repeats = {}
-    for name, function in functions.items():
-        seconds = 0.0
-        for _ in range(warmup):
-            start = clock()
-            function()
-            seconds = clock() - start
-        repeats[name] = max(1, round(minimum_seconds / max(seconds, 1e-9)))
-
-    def timed(name: str, function: Callable[[], Any]) -> Callable[[], float]:
-        def sample() -> float:
-            start = clock()
-            for _ in range(repeats[name]):
-                function()
-            return (clock() - start) / repeats[name]
-
-        return sample
-
     samples = sample_in_turns(
-        {name: timed(name, function) for name, function in functions.items()},
+        {
+            name: sampler(function, warmup, minimum_seconds=minimum_seconds, clock=clock)
+            for name, function in functions.items()
+        },
         rounds,
         budget_seconds=budget_seconds,
         clock=clock,
     )
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def sampler(
+    function: Callable[[], Any],
+    warmup: int = 1,
+    *,
+    minimum_seconds: float = 0.0,
+    clock: Callable[[], float] = perf_counter,
+) -> Callable[[], float]:
+    """A function that times one sample of another: seconds a call, for `sample_in_turns`.
+
+    Runs it `warmup` times, untimed, and sizes a sample by the last: as many calls as fill
+    `minimum_seconds`, at least one.
+    """
+    if minimum_seconds > 0 and warmup < 1:
+        raise BadRequest("timing: minimum_seconds with no warm-up call to size by; warm up once")
+    seconds = 0.0
+    for _ in range(warmup):
+        start = clock()
+        function()
+        seconds = clock() - start
+    repeats = max(1, round(minimum_seconds / max(seconds, 1e-9)))
+
+    def sample() -> float:
+        start = clock()
+        for _ in range(repeats):
+            function()
+        return (clock() - start) / repeats
+
+    return sample
 
 
 def sample_in_turns(
