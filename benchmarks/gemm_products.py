@@ -16,9 +16,8 @@ ORT int4         MatMulNBits at accuracy_level 4 (x to int8), fp32 x and scales
 ORT int4 fp32    the same at accuracy_level 0: x stays fp32
 
 Ours and torch's take bf16 x where nothing else is said. Left out: onednn.qlinear_pointwise, which
-takes uint8 x that somebody else has quantized, and lays its weight out anew at every call; bf16
-in ONNX Runtime, whose CPU build has no such kernel (fp16 it has: slower than fp32, since it is
-widened first).
+takes x that somebody else has quantized; fp16 in ONNX Runtime, slower than fp32 since it is widened
+first; bf16 there, which did not load.
 """
 
 from __future__ import annotations
