@@ -108,10 +108,10 @@ def test_a_width_of_576_takes_groups_of_64(tmp_path: Path) -> None:
     plan = planned(source)
     assert plan.group_size == 64
     assert plan.unties_head
-    assert {d.scheme.name for d in plan.decisions if d.scheme} == {"w4a8g64", "w8"}
+    assert {d.scheme.name for d in plan.decisions if d.scheme} == {"w4a8g64-asym", "w8"}
 
 
-@pytest.mark.parametrize(("bits", "scheme"), [(16, None), (8, "w8"), (4, "w4a8g64")])
+@pytest.mark.parametrize(("bits", "scheme"), [(16, None), (8, "w8"), (4, "w4a8g64-asym")])
 def test_the_head_takes_the_bits_that_are_asked_for(
     tiny_llama: Path, bits: int, scheme: str | None
 ) -> None:
@@ -184,7 +184,7 @@ def test_the_json_form_names_schemes_and_counts_bytes(tiny_llama: Path) -> None:
     plain = json.loads(json.dumps(made.to_dict()))
     tensors = plain["tensors"]
     assert tensors["file_bytes"] == made.tensors.file_bytes
-    assert {d["scheme"] for d in tensors["decisions"]} == {"w4a8g64", "w8", None}
+    assert {d["scheme"] for d in tensors["decisions"]} == {"w4a8g64-asym", "w8", None}
     assert plain["selection"]["path"]["name"] == "w4a8-vnni"
     assert plain["selection"]["verified"] is False
 

@@ -65,7 +65,7 @@ def test_stored_bits_are_the_arithmetic_of_the_scheme():
     assert stored_bits(Scheme(4, 128)) == 4.125
     assert stored_bits(Scheme(4, 128, symmetric=False)) == 4 + 20 / 128
     assert stored_bits(INT8) == 8 + 32 / 4096
-    assert find_path("w4a8-amx").bits_per_weight == 4.125
+    assert find_path("w4a8-amx").bits_per_weight == 4.15625
     assert find_path("w4a16-cuda").bits_per_weight == 4.15625
     assert find_path("fp32").bits_per_weight == 32
 

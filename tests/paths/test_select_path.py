@@ -130,7 +130,7 @@ def test_rejections_name_the_missing_flag_or_class(profiles):
 
 def test_a_rejected_path_that_could_run_says_what_it_would_cost_or_lose(profiles):
     speed = dict(choose(profiles, "zen4").rejected)
-    assert "8.01 bits a weight, not 4.12" in speed["w8a16"]
+    assert "8.01 bits a weight, not 4.16" in speed["w8a16"]
     fidelity = dict(choose(profiles, "zen4", "fidelity").rejected)
     assert "int8 activations lose more" in fidelity["w4a8-vnni"]
     assert (
@@ -233,9 +233,9 @@ def test_a_model_sets_the_group_size_and_the_bytes(profiles):
     model = ModelShapes(linears, tied=False, dtype="bfloat16", total_bytes=2 * 2 * 1536 * 576)
     chosen = choose(profiles, "zen4", model=model)
     assert chosen.path.group_size == 64
-    assert chosen.path.bits_per_weight == 4.25
-    assert chosen.path.built_by.endswith("--scheme w4g64")
-    assert any("4.25 bits a weight" in reason for reason in chosen.reasons)
+    assert chosen.path.bits_per_weight == 4.3125
+    assert chosen.path.built_by.endswith("--scheme w4g64-asym")
+    assert any("4.31 bits a weight" in reason for reason in chosen.reasons)
     small = replace(profiles["zen4"], ram_total=1000)
     said = select_weight_path(small, model=model, evidence=NO_EVIDENCE).reasons
     assert any(reason.startswith("warning: that exceeds") for reason in said)
