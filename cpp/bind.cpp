@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bind_decoder.hpp"
 #include "cpuid.hpp"
 #include "dispatch.hpp"
 #include "linear.hpp"
@@ -105,4 +106,5 @@ NB_MODULE(_cpu, module) {
   }, "wanted"_a, "rounds"_a, "threads"_a, "int8 products done from registers; 0 if unwritten.");
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
+  bind_decoder(module);
 }
