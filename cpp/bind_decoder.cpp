@@ -25,11 +25,12 @@ const T* at(uintptr_t address) {
 }
 
 Matrix packed_matrix(int bits, int64_t n, int64_t k, int64_t group, bool zeros, int scales,
-                     uintptr_t packed, uintptr_t bias, int planes, bool per_group,
+                     uintptr_t packed, int64_t stride, uintptr_t bias, int planes, bool per_group,
                      uintptr_t order, uintptr_t column_scales) {
   Matrix one;
   one.shape = {bits, n, k, group, zeros, static_cast<Kind>(scales)};
   one.packed = at<uint8_t>(packed);
+  one.stride = stride;
   one.bias = at<float>(bias);
   one.planes = planes;
   one.per_group = per_group;
@@ -52,7 +53,7 @@ Matrix float_matrix(int64_t n, int64_t k, uintptr_t floats, int kind, uintptr_t 
 void bind_decoder(nb::module_& module) {
   nb::class_<Matrix>(module, "Matrix");
   module.def("packed_matrix", &packed_matrix, "bits"_a, "n"_a, "k"_a, "group"_a, "zeros"_a,
-             "scales"_a, "packed"_a, "bias"_a, "planes"_a, "per_group"_a, "order"_a,
+             "scales"_a, "packed"_a, "stride"_a, "bias"_a, "planes"_a, "per_group"_a, "order"_a,
              "column_scales"_a);
   module.def("float_matrix", &float_matrix, "n"_a, "k"_a, "floats"_a, "kind"_a, "bias"_a);
   module.attr("CACHE_BLOCK") = BLOCK;

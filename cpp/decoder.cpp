@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <stdexcept>
 
 #include "dispatch.hpp"
@@ -11,13 +12,20 @@ namespace {
 
 constexpr int64_t ROWS_TOGETHER = 4;  // rows prepared at once, where they are shared out
 constexpr int MOST_TEAM = 256;
+constexpr int64_t FETCH_BYTES = 4096;
 
 int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 int64_t now() {
+#ifdef WEIGHTPATH_CPU_CLOCK
+  timespec at;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
+  return at.tv_sec * 1000000000LL + at.tv_nsec;
+#else
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
+#endif
 }
 
 }  // namespace
@@ -40,28 +48,31 @@ class Walk {
       kernels.widen(s.table, s.table_kind, all[m].token * s.hidden, s.hidden, d.h + m * s.hidden);
     }
     meet(Phase::embed);
-    for (const Layer& layer : d.layers) run_layer(layer);
+    for (size_t i = 0; i < d.layers.size(); ++i) {
+      run_layer(d.layers[i], i + 1 < d.layers.size() ? d.layers[i + 1].qkv : d.head);
+    }
     if (picked.empty()) return;
     const int64_t rows = static_cast<int64_t>(picked.size());
     choose_set(rows);
     const Prepared last = prepare(d.head, d.h, d.final_norm, rows, Phase::head, picked.data());
-    float* const y[] = {logits};
-    products(d.head, last, rows, y, [](int, int64_t, int64_t, int64_t, int64_t) {});
+    products(d.head, last, rows, [&](int, const Tile& t) { put(t, logits, s.vocabulary); });
     note(Phase::head);
   }
 
  private:
-  void run_layer(const Layer& layer) {
+  void run_layer(const Layer& layer, const Group& next) {
     const DecoderShape& s = d.shape;
-    const auto nothing = [](int, int64_t, int64_t, int64_t, int64_t) {};
-    const auto to_residual = [&](int, int64_t n0, int64_t n1, int64_t m0, int64_t m1) {
-      for (int64_t m = m0; m < m1; ++m) {
-        kernels.add(d.h + m * s.hidden + n0, d.sum + m * s.hidden + n0, n1 - n0);
+    const auto to_residual = [&](int, const Tile& t) {
+      for (int64_t m = t.m0; m < t.m1; ++m) {
+        kernels.add(d.h + m * s.hidden + t.n0, t.y + (m - t.m0) * t.n, t.n);
       }
     };
     float* const qkv[] = {d.q, d.k, d.v};
-    products(layer.qkv, prepare(layer.qkv, d.h, layer.input_norm, count, Phase::qkv), count, qkv,
-             nothing);
+    products(layer.qkv, prepare(layer.qkv, d.h, layer.input_norm, count, Phase::qkv), count,
+             [&](int which, const Tile& t) {
+               put(t, qkv[which], layer.qkv.matrices[static_cast<size_t>(which)].shape.n);
+             });
+    fetch(layer.output);
     meet(Phase::qkv);
 
     if (d.attention.writes_first()) {
@@ -78,25 +89,44 @@ class Walk {
     });
     meet(Phase::attention);
 
-    float* const sum[] = {d.sum};
     products(layer.output, prepare(layer.output, d.mixed, nullptr, count, Phase::output), count,
-             sum, to_residual);
+             to_residual);
+    fetch(layer.gate_up);
     meet(Phase::output);
 
-    float* const gate_up[] = {d.gate, d.up};
     products(layer.gate_up, prepare(layer.gate_up, d.h, layer.post_norm, count, Phase::gate_up),
-             count, gate_up, [&](int which, int64_t n0, int64_t n1, int64_t m0, int64_t m1) {
+             count, [&](int which, const Tile& t) {
                if (which == 0) return;
-               for (int64_t m = m0; m < m1; ++m) {
-                 const int64_t at = m * s.intermediate + n0;
-                 kernels.silu(d.gate + at, d.up + at, n1 - n0);
-               }
+               kernels.silu(room.tiles[0], t.y, (t.m1 - t.m0) * t.n);
+               put({room.tiles[0], t.n0, t.n, t.m0, t.m1}, d.gate, s.intermediate);
              });
+    fetch(layer.down);
     meet(Phase::gate_up);
 
-    products(layer.down, prepare(layer.down, d.gate, nullptr, count, Phase::down), count, sum,
+    products(layer.down, prepare(layer.down, d.gate, nullptr, count, Phase::down), count,
              to_residual);
+    fetch(next);
     meet(Phase::down);
+  }
+
+  // One tile's columns n0 .. n0 + n of rows [m0, m1): y [m1 - m0, n].
+  struct Tile {
+    const float* y;
+    int64_t n0, n, m0, m1;
+  };
+
+  void put(const Tile& t, float* to, int64_t width) {
+    for (int64_t m = t.m0; m < t.m1; ++m) {
+      std::memcpy(to + m * width + t.n0, t.y + (m - t.m0) * t.n, static_cast<size_t>(4 * t.n));
+    }
+  }
+
+  // The first bytes that this thread will read of the next phase's weights are asked for before the
+  // barrier: memory works while threads meet and activations are prepared.
+  void fetch(const Group& group) {
+    if (count != 1) return;
+    const char* from = group.unit_address(group.cut(index, barrier.count));
+    for (int64_t at = 0; from && at < FETCH_BYTES; at += LINE) __builtin_prefetch(from + at, 0, 2);
   }
 
   void choose_set(int64_t rows) { set = &choose(d.wanted_set, rows); }
@@ -131,19 +161,19 @@ class Walk {
     return made;
   }
 
-  // Every tile of a group's matrices by every panel of rows; after(which, n0, n1, m0, m1) when
-  // those columns of y[which] are there.
+  // Every tile of a group's matrices by every panel of rows; after(which, tile) as each is there.
+  // Of a pair the first tile stays in room.tiles[0] until the second is there too.
   template <typename F>
-  void products(const Group& group, const Prepared& from, int64_t rows, float* const* y,
-                F&& after) {
+  void products(const Group& group, const Prepared& from, int64_t rows, F&& after) {
     const Panels panels = group.panels(*set, rows);
     const int64_t units = group.units();
     const int matrices = static_cast<int>(group.matrices.size());
     const auto one = [&](int which, int64_t tile, int64_t panel) {
       const int64_t m0 = panels.begin(panel), m1 = panels.end(panel);
-      multiply(*set, kernels, group, which, from, tile, m0, m1, y[which]);
+      float* y = room.tiles[group.paired ? which : 0];
+      multiply(*set, kernels, group, which, from, tile, m0, m1, y);
       const int64_t n = group.matrices[static_cast<size_t>(which)].shape.n, n0 = tile * TILE_ROWS;
-      after(which, n0, std::min(n0 + TILE_ROWS, n), m0, m1);
+      after(which, Tile{y, n0, std::min(TILE_ROWS, n - n0), m0, m1});
     };
     const auto unit_by_panel = [&](int64_t unit, int64_t panel) {
       if (group.paired) {
@@ -252,13 +282,12 @@ bool Decoder::make_room(int threads) {
     k = floats(kv_width);
     v = floats(kv_width);
     mixed = floats(mixed_width);
-    sum = floats(shape.hidden);
     gate = floats(shape.intermediate);
-    up = floats(shape.intermediate);
     activations = take(shared_bytes);
     for (Room& room : made) {
       room.x = reinterpret_cast<float*>(take(4 * widest));
       room.gathered = reinterpret_cast<float*>(take(4 * widest));
+      for (float*& tile : room.tiles) tile = floats(TILE_ROWS);
       room.activations = take(own_bytes);
       char* at = take(AttentionRoom::bytes(a));
       if (base) room.attention = AttentionRoom::in(at, a);

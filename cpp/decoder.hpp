@@ -68,7 +68,7 @@ class Decoder {
   bool make_room(int threads);
 
   struct Room {  // of one thread
-    float *x, *gathered;
+    float *x, *gathered, *tiles[2];
     char* activations;
     AttentionRoom attention;
   };
@@ -84,7 +84,7 @@ class Decoder {
   Scratch memory;
   int room_threads = 0;
   std::vector<Room> rooms;
-  float *h, *normed, *q, *k, *v, *mixed, *sum, *gate, *up;  // [most_rows, ...]
+  float *h, *normed, *q, *k, *v, *mixed, *gate;  // [most_rows, ...]
   char* activations;
   std::mutex busy;
   bool profiling = false;

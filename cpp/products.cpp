@@ -1,5 +1,7 @@
 #include "products.hpp"
 
+#include <algorithm>
+
 namespace weightpath {
 namespace {
 
@@ -57,6 +59,17 @@ int64_t Group::cut(int index, int count) const {
   return unit;
 }
 
+const char* Group::unit_address(int64_t unit) const {
+  for (const Matrix& one : matrices) {
+    if (unit < one.shape.tiles()) {
+      return one.packed ? reinterpret_cast<const char*>(one.packed + unit * one.stride)
+                        : static_cast<const char*>(one.floats) + unit * one.tile_bytes();
+    }
+    unit -= one.shape.tiles();
+  }
+  return nullptr;
+}
+
 Panels Group::panels(const InstructionSet& set, int64_t rows) const {
   for (const Matrix& one : matrices) {
     if (one.packed) return panels_of(set, one.shape, one.planes, rows);
@@ -96,16 +109,18 @@ void quantize_row(const InstructionSet& set, const Group& group, const Prepared&
 
 void multiply(const InstructionSet& set, const StepKernels& kernels, const Group& group, int which,
               const Prepared& from, int64_t tile, int64_t m0, int64_t m1, float* y) {
-  const Matrix& one = group.matrices[which];
-  if (one.packed) {
-    set.product(one.packed + tile * one.shape.tile_bytes(), one.shape,
-                from.slot[group.slot[which]], {y, Kind::fp32, one.bias, Kind::fp32}, tile, m0, m1);
+  const Matrix& one = group.matrices[static_cast<size_t>(which)];
+  const int64_t n0 = tile * TILE_ROWS, n = std::min(TILE_ROWS, one.shape.n - n0);
+  if (!one.packed) {
+    kernels.product({one.floats, one.kind, one.shape.n, one.shape.k, one.bias}, from.x, m0, m1, n0,
+                    n0 + n, y);
     return;
   }
-  const int64_t n0 = tile * TILE_ROWS, n1 = n0 + TILE_ROWS < one.shape.n ? n0 + TILE_ROWS
-                                                                         : one.shape.n;
-  kernels.product({one.floats, one.kind, one.shape.n, one.shape.k, one.bias}, from.x, m0, m1, n0,
-                  n1, y);
+  Shape alone = one.shape;  // this tile as a weight of its own
+  alone.n = n;
+  const Output out{y, Kind::fp32, one.bias ? one.bias + n0 : nullptr, Kind::fp32};
+  const Activations rows = row_of(from.slot[group.slot[static_cast<size_t>(which)]], alone, m0);
+  set.product(one.packed + tile * one.stride, alone, rows, out, 0, 0, m1 - m0);
 }
 
 }  // namespace weightpath

@@ -15,6 +15,7 @@ namespace weightpath {
 struct Matrix {
   Shape shape{};                      // n and k always; the rest where packed
   const uint8_t* packed = nullptr;
+  int64_t stride = 0;                 // bytes from a packed tile to the next
   const void* floats = nullptr;
   Kind kind = Kind::fp32;             // of floats
   const float* bias = nullptr;        // [N]
@@ -49,6 +50,8 @@ struct Group {
   int64_t activation_bytes(int64_t rows) const;  // of all slots
   // First unit of thread `index` of `count`, cut so that each reads about as many bytes.
   int64_t cut(int index, int count) const;
+  // Where the bytes of a unit begin.
+  const char* unit_address(int64_t unit) const;
   Panels panels(const InstructionSet& set, int64_t rows) const;
 };
 
@@ -65,7 +68,9 @@ void place_activations(const Group& group, int64_t rows, char* memory, Prepared&
 void quantize_row(const InstructionSet& set, const Group& group, const Prepared& to,
                   const float* x, int64_t m, float* gathered);
 
-// A tile of one matrix by rows [m0, m1): its columns of y [M, N].
+// A tile of one matrix by rows [m0, m1): its columns, all of them side by side, to
+// y [m1 - m0, min(32, N - 32 tile)]. Small enough to stay in a near cache, where what comes next
+// (a residual, SiLU) finds them.
 void multiply(const InstructionSet& set, const StepKernels& kernels, const Group& group, int which,
               const Prepared& from, int64_t tile, int64_t m0, int64_t m1, float* y);
 

@@ -83,9 +83,11 @@ void rotate(float* x, const float* cosines, const float* sines, int64_t half, in
   }
 }
 
-// C outputs from n on, R rows from m on; one accumulator a result, whatever R and C.
+// C outputs from n on, R rows from m on, to y and rows `stride` further; one accumulator a result,
+// whatever R and C.
 template <Kind K, int R, int C>
-inline void dots(const FloatMatrix& w, const float* x, int64_t m, int64_t n, float* y) {
+inline void dots(const FloatMatrix& w, const float* x, int64_t m, int64_t n, float* y,
+                 int64_t stride) {
   Vec t[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -116,7 +118,7 @@ inline void dots(const FloatMatrix& w, const float* x, int64_t m, int64_t n, flo
   }
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
-      y[(m + r) * w.n + n + c] = total(t[r][c]) + (w.bias ? w.bias[n + c] : 0.0f);
+      y[r * stride + c] = total(t[r][c]) + (w.bias ? w.bias[n + c] : 0.0f);
     }
   }
 }
@@ -124,16 +126,20 @@ inline void dots(const FloatMatrix& w, const float* x, int64_t m, int64_t n, flo
 template <Kind K>
 void product_of(const FloatMatrix& w, const float* x, int64_t m0, int64_t m1, int64_t n0,
                 int64_t n1, float* y) {
+  const int64_t stride = n1 - n0;
+  const auto to = [&](int64_t row, int64_t column) {
+    return y + (row - m0) * stride + column - n0;
+  };
   int64_t m = m0;
   for (; m + FLOAT_ROWS <= m1; m += FLOAT_ROWS) {
     int64_t n = n0;
-    for (; n + 4 <= n1; n += 4) dots<K, FLOAT_ROWS, 4>(w, x, m, n, y);
-    for (; n < n1; ++n) dots<K, FLOAT_ROWS, 1>(w, x, m, n, y);
+    for (; n + 4 <= n1; n += 4) dots<K, FLOAT_ROWS, 4>(w, x, m, n, to(m, n), stride);
+    for (; n < n1; ++n) dots<K, FLOAT_ROWS, 1>(w, x, m, n, to(m, n), stride);
   }
   for (; m < m1; ++m) {
     int64_t n = n0;
-    for (; n + 8 <= n1; n += 8) dots<K, 1, 8>(w, x, m, n, y);
-    for (; n < n1; ++n) dots<K, 1, 1>(w, x, m, n, y);
+    for (; n + 8 <= n1; n += 8) dots<K, 1, 8>(w, x, m, n, to(m, n), stride);
+    for (; n < n1; ++n) dots<K, 1, 1>(w, x, m, n, to(m, n), stride);
   }
 }
 

@@ -46,7 +46,7 @@ struct StepKernels {
   // gate = gate / (1 + e^-gate) * up
   void (*silu)(float* gate, const float* up, int64_t count);
   void (*widen)(const void* from, Kind kind, int64_t index, int64_t count, float* to);
-  // Columns [n0, n1) of y [M, N] = x [M, K] W^T + bias, for rows [m0, m1).
+  // Columns [n0, n1) of x [M, K] W^T + bias, rows [m0, m1), to y [m1 - m0, n1 - n0].
   void (*product)(const FloatMatrix&, const float* x, int64_t m0, int64_t m1, int64_t n0,
                   int64_t n1, float* y);
   // The halves of x [2 * half] rotated: (a, b) -> (a cos - b sin, b cos + a sin); then x * scale,

@@ -62,7 +62,7 @@ class NativeModel:
             raise BadRequest(f"{chunk} rows of a step; use 1 or more")
         self.model, self.config, self.chunk, self.threads = model, model.config, chunk, threads
         self.vocabulary: int = model.get_output_embeddings().out_features  # type: ignore[assignment]
-        self._weights = Weights(per_group)
+        self._weights = Weights(native_support.linears(model).values(), per_group)
         self._cache_shape = (
             CACHE_KINDS[cache],
             self.config.num_hidden_layers,
@@ -97,12 +97,14 @@ class NativeModel:
         )
         for index, layer in enumerate(decoder_model.layers):  # type: ignore[union-attr, arg-type]
             attention, mlp = layer.self_attn, layer.mlp
-            modules = [getattr(attention, name) for name in native_support.ATTENTION_LINEARS]
-            modules += [getattr(mlp, name) for name in native_support.MLP_LINEARS]
+            mixing = [getattr(attention, name) for name in native_support.ATTENTION_LINEARS]
+            gate, up, down = (getattr(mlp, name) for name in native_support.MLP_LINEARS)
             q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
             decoder.add_layer(
                 index,
-                [weights.matrix(module) for module in modules],
+                weights.matrices(mixing)
+                + weights.matrices([gate, up], paired=True)
+                + weights.matrices([down]),
                 weights.vector(layer.input_layernorm.weight),
                 weights.vector(layer.post_attention_layernorm.weight),
                 weights.vector(None if q_norm is None else q_norm.weight),
@@ -111,7 +113,7 @@ class NativeModel:
             )
         decoder.set_head(
             weights.vector(decoder_model.norm.weight),  # type: ignore[union-attr]
-            weights.matrix(self.model.get_output_embeddings()),
+            *weights.matrices([self.model.get_output_embeddings()]),  # type: ignore[list-item]
         )
         return decoder
 
