@@ -59,6 +59,68 @@ inline void scores(const float* q, const uint8_t* keys, int64_t line, int64_t he
   }
 }
 
+#ifdef WEIGHTPATH_BF16_PAIRS
+// The same with queries in bf16 [R, head_dim]: two columns a product.
+template <int R, int S>
+inline void scores_of_pairs(const uint16_t* q, const uint8_t* keys, int64_t line, int64_t head_dim,
+                            float* to) {
+  Vec t[R][S];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int s = 0; s < S; ++s) t[r][s] = set(0.0f);
+  }
+  const int64_t pairs = head_dim / 2;
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    Line lines[S];
+#pragma GCC unroll 8
+    for (int s = 0; s < S; ++s) lines[s] = load_line(keys + ((line + s) * pairs + pair) * 64);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int s = 0; s < S; ++s) {
+        t[r][s] = dot_pairs(t[r][s], lines[s], q + r * head_dim + 2 * pair);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int s = 0; s < S; ++s) store(to + r * BLOCK + (line + s) * LANES, t[r][s]);
+  }
+}
+
+// Softmax weights in bf16 [R, BLOCK]: two positions a product.
+template <int R, int D>
+inline void weigh_pairs(const uint16_t* e, const uint8_t* values, int64_t head_dim, int64_t d,
+                        int64_t begin, int64_t end, const Vec (&old_factor)[R],
+                        const Vec (&new_factor)[R], float* acc) {
+  Vec t[R][D];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < D; ++v) t[r][v] = set(0.0f);
+  }
+  const int64_t lines = head_dim / LANES;
+  for (int64_t pair = begin; pair < end; ++pair) {
+#pragma GCC unroll 8
+    for (int v = 0; v < D; ++v) {
+      const Line line = load_line(values + (pair * lines + d / LANES + v) * 64);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) t[r][v] = dot_pairs(t[r][v], line, e + r * BLOCK + 2 * pair);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < D; ++v) {
+      float* at = acc + r * head_dim + d + v * W;
+      store(at, fma(t[r][v], new_factor[r], mul(load(at), old_factor[r])));
+    }
+  }
+}
+#endif
+
 // D vectors of columns from d on: the block's part, joined to the state.
 template <CacheKind K, int R, int D>
 inline void weigh(const float* e, const uint8_t* values, int64_t head_dim, int64_t d,
@@ -109,6 +171,19 @@ void attend_rows(const Attend& a, int64_t row) {
   const int64_t begin = low / LANES, end = (high + LANES - 1) / LANES;  // in lines
   int64_t line = begin;
   constexpr int MANY = R * PARTS <= FEW_VECTORS ? 4 : 2;
+#ifdef WEIGHTPATH_BF16_PAIRS
+  constexpr bool PAIRS = K == CacheKind::bf16;
+  alignas(64) uint16_t rounded[PAIRS ? R * MOST_HEAD_DIM : 1];
+  if constexpr (PAIRS) {
+    for (int64_t d = 0; d < R * a.head_dim; d += W) store_bf16(rounded + d, load(q + d));
+    for (; line + MANY <= end; line += MANY) {
+      scores_of_pairs<R, MANY>(rounded, a.cache.keys, line, a.head_dim, e);
+    }
+    for (; line < end; ++line) {
+      scores_of_pairs<R, 1>(rounded, a.cache.keys, line, a.head_dim, e);
+    }
+  }
+#endif
   for (; line + MANY <= end; line += MANY) {
     scores<K, R, MANY>(q, a.cache.keys, line, a.head_dim, e);
   }
@@ -144,6 +219,24 @@ void attend_rows(const Attend& a, int64_t row) {
   float* acc = a.acc + row * a.head_dim;
   const int64_t pair0 = low / 2, pair1 = (high + 1) / 2;
   int64_t d = 0;
+#ifdef WEIGHTPATH_BF16_PAIRS
+  if constexpr (PAIRS) {
+    alignas(64) uint16_t weights[R * BLOCK];
+    for (int r = 0; r < R; ++r) {
+      for (int64_t p = begin * LANES; p < end * LANES; p += W) {
+        store_bf16(weights + r * BLOCK + p, load(e + r * BLOCK + p));
+      }
+    }
+    for (; d + 4 * W <= a.head_dim; d += 4 * W) {
+      weigh_pairs<R, 4>(weights, a.cache.values, a.head_dim, d, pair0, pair1, old_factor,
+                        new_factor, acc);
+    }
+    for (; d < a.head_dim; d += W) {
+      weigh_pairs<R, 1>(weights, a.cache.values, a.head_dim, d, pair0, pair1, old_factor,
+                        new_factor, acc);
+    }
+  }
+#endif
   for (; d + 4 * W <= a.head_dim; d += 4 * W) {
     weigh<K, R, 4>(e, a.cache.values, a.head_dim, d, pair0, pair1, old_factor, new_factor, acc);
   }

@@ -17,6 +17,7 @@ namespace weightpath {
 
 constexpr int64_t BLOCK = 128;  // positions of a block; also of one partial softmax
 constexpr int64_t LANES = 16;
+constexpr int64_t MOST_HEAD_DIM = 256;
 
 enum class CacheKind : int { bf16 = 0, int8 = 1, fp32 = 2 };
 

@@ -71,6 +71,9 @@ extern const StepKernels STEP_AVX2;
 #ifdef WEIGHTPATH_STEP_AVX512
 extern const StepKernels STEP_AVX512;
 #endif
+#ifdef WEIGHTPATH_STEP_AVX512_BF16
+extern const StepKernels STEP_AVX512_BF16;
+#endif
 
 // The widest that runs here; with the name of an instruction set of products, the widest that
 // belongs to it.

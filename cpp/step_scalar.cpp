@@ -125,8 +125,11 @@ const StepKernels STEP_SCALAR = {"scalar", norm, add_to, silu,  widen, product,
 const StepKernels& step_kernels(const std::string& name) {
   [[maybe_unused]] const Features& cpu = features();
   [[maybe_unused]] const bool any = name.empty();
+  [[maybe_unused]] const bool wide = any || name == "avx512-vnni" || name == "amx-int8";
+#ifdef WEIGHTPATH_STEP_AVX512_BF16
+  if (wide && cpu.avx512 && cpu.os_avx512 && cpu.avx512_bf16) return STEP_AVX512_BF16;
+#endif
 #ifdef WEIGHTPATH_STEP_AVX512
-  const bool wide = any || name == "avx512-vnni" || name == "amx-int8";
   if (wide && cpu.avx512 && cpu.os_avx512) return STEP_AVX512;
 #endif
 #ifdef WEIGHTPATH_STEP_AVX2

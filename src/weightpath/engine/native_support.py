@@ -40,8 +40,8 @@ def refusal(model: PreTrainedModel) -> str | None:
     rope = rope_type(config)
     if rope not in ROPES:
         return f"its rope scaling is '{rope}'; the native engine has {', '.join(ROPES)}"
-    if head_dim(config) % 16:
-        return f"its head_dim {head_dim(config)} is not a multiple of 16"
+    if head_dim(config) % 16 or head_dim(config) > 256:
+        return f"its head_dim {head_dim(config)} is no multiple of 16 up to 256"
     if config.num_attention_heads % config.num_key_value_heads:
         return (
             f"its {config.num_attention_heads} query heads are no multiple of its "
