@@ -63,9 +63,7 @@ class Walk {
   void run_layer(const Layer& layer, const Group& next) {
     const DecoderShape& s = d.shape;
     const auto to_residual = [&](int, const Tile& t) {
-      for (int64_t m = t.m0; m < t.m1; ++m) {
-        kernels.add(d.h + m * s.hidden + t.n0, t.y + (m - t.m0) * t.n, t.n);
-      }
+      kernels.add(d.h + t.m0 * s.hidden + t.n0, s.hidden, t.y, t.m1 - t.m0, t.n);
     };
     float* const qkv[] = {d.q, d.k, d.v};
     products(layer.qkv, prepare(layer.qkv, d.h, layer.input_norm, count, Phase::qkv), count,
@@ -116,8 +114,16 @@ class Walk {
   };
 
   void put(const Tile& t, float* to, int64_t width) {
-    for (int64_t m = t.m0; m < t.m1; ++m) {
-      std::memcpy(to + m * width + t.n0, t.y + (m - t.m0) * t.n, static_cast<size_t>(4 * t.n));
+    float* y = to + t.m0 * width + t.n0;
+    const float* x = t.y;
+    if (t.n == TILE_ROWS) {  // a size that the compiler knows
+      for (int64_t m = t.m0; m < t.m1; ++m, y += width, x += TILE_ROWS) {
+        std::memcpy(y, x, 4 * TILE_ROWS);
+      }
+      return;
+    }
+    for (int64_t m = t.m0; m < t.m1; ++m, y += width, x += t.n) {
+      std::memcpy(y, x, static_cast<size_t>(4 * t.n));
     }
   }
 

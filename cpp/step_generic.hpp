@@ -45,11 +45,13 @@ void norm(const float* x, const float* weight, int64_t count, float epsilon, flo
   }
 }
 
-void add_to(float* y, const float* x, int64_t count) {
-  int64_t k = 0;
-  for (; k + W <= count; k += W) store(y + k, add(load(y + k), load(x + k)));
-  if (k < count) {
-    store_some(y + k, add(load_some(y + k, count - k), load_some(x + k, count - k)), count - k);
+void add_to(float* y, int64_t stride, const float* x, int64_t rows, int64_t count) {
+  for (int64_t m = 0; m < rows; ++m, y += stride, x += count) {
+    int64_t k = 0;
+    for (; k + W <= count; k += W) store(y + k, add(load(y + k), load(x + k)));
+    if (k < count) {
+      store_some(y + k, add(load_some(y + k, count - k), load_some(x + k, count - k)), count - k);
+    }
   }
 }
 

@@ -42,7 +42,8 @@ struct StepKernels {
   const char* name;
   // y = x / sqrt(mean(x^2) + epsilon) * weight, all [count]; y may be x
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* y);
-  void (*add)(float* y, const float* x, int64_t count);
+  // y += x for rows of `count`; y's are `stride` apart, x's lie side by side.
+  void (*add)(float* y, int64_t stride, const float* x, int64_t rows, int64_t count);
   // gate = gate / (1 + e^-gate) * up
   void (*silu)(float* gate, const float* up, int64_t count);
   void (*widen)(const void* from, Kind kind, int64_t index, int64_t count, float* to);
