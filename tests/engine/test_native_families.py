@@ -85,7 +85,8 @@ def test_a_wrong_window_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_covered_is_refused_in_one_sentence(changes: dict[str, Any], said: str) -> None:
     model = build_model("llama", **changes)
     reason = refusal(model)
-    assert reason is not None and said in reason
+    assert reason is not None
+    assert said in reason
     assert "\n" not in reason
     with pytest.raises(CannotRun, match="native engine: "):
         NativeModel(model)

@@ -66,7 +66,9 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
             for name in names:
                 module = getattr(getattr(layer, part), name)
                 found[f"model.layers.{index}.{part}.{name}"] = module
-    found["lm_head"] = model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    assert head is not None  # every one of FAMILIES has it
+    found["lm_head"] = head
     return found
 
 
