@@ -48,19 +48,21 @@ class Walk {
       kernels.widen(s.table, s.table_kind, all[m].token * s.hidden, s.hidden, d.h + m * s.hidden);
     }
     meet(Phase::embed);
-    for (size_t i = 0; i < d.layers.size(); ++i) {
-      run_layer(d.layers[i], i + 1 < d.layers.size() ? d.layers[i + 1].qkv : d.head);
+    const size_t layers = d.layers.size();
+    for (size_t i = 0; i < layers; ++i) {
+      const bool last = i + 1 == layers;
+      run_layer(d.layers[i], last ? d.head : d.layers[i + 1].qkv, last);
     }
     if (picked.empty()) return;
-    const int64_t rows = static_cast<int64_t>(picked.size());
-    choose_set(rows);
-    const Prepared last = prepare(d.head, d.h, d.final_norm, rows, Phase::head, picked.data());
-    products(d.head, last, rows, [&](int, const Tile& t) { put(t, logits, s.vocabulary); });
+    products(d.head, prepare(d.head, d.h, d.final_norm, count, Phase::head), count,
+             [&](int, const Tile& t) { put(t, logits, s.vocabulary); });
     note(Phase::head);
   }
 
  private:
-  void run_layer(const Layer& layer, const Group& next) {
+  // Of the last layer, what no wanted row depends on is left out: a prompt's other rows leave their
+  // keys and values, no more.
+  void run_layer(const Layer& layer, const Group& next, bool last) {
     const DecoderShape& s = d.shape;
     const auto to_residual = [&](int, const Tile& t) {
       kernels.add(d.h + t.m0 * s.hidden + t.n0, s.hidden, t.y, t.m1 - t.m0, t.n);
@@ -80,12 +82,20 @@ class Walk {
         }
       });
       meet(Phase::write);
+      if (last && picked.empty()) return;
     }
     share(d.attention.items(), [&](int64_t i) {
       d.attention.work(kernels, layer.attention, d.rope, i, d.q, d.k, d.v, d.mixed,
                        room.attention);
     });
-    meet(Phase::attention);
+    meet(Phase::attention, [&] {
+      if (last) keep_wanted();
+    });
+    if (last) {
+      count = static_cast<int64_t>(picked.size());
+      if (count == 0) return;
+      choose_set(count);
+    }
 
     products(layer.output, prepare(layer.output, d.mixed, nullptr, count, Phase::output), count,
              to_residual);
@@ -135,17 +145,28 @@ class Walk {
     for (int64_t at = 0; from && at < FETCH_BYTES; at += LINE) __builtin_prefetch(from + at, 0, 2);
   }
 
+  // The wanted rows of the residual stream and of attention move to the front; they ascend.
+  void keep_wanted() {
+    const int64_t width = d.shape.attention.heads * d.shape.attention.head_dim;
+    for (size_t i = 0; i < picked.size(); ++i) {
+      const int64_t to = static_cast<int64_t>(i), from = picked[i];
+      if (from == to) continue;
+      std::memcpy(d.h + to * d.shape.hidden, d.h + from * d.shape.hidden,
+                  static_cast<size_t>(4 * d.shape.hidden));
+      std::memcpy(d.mixed + to * width, d.mixed + from * width, static_cast<size_t>(4 * width));
+    }
+  }
+
   void choose_set(int64_t rows) { set = &choose(d.wanted_set, rows); }
 
-  // Norms (where `norm` is given) and quantizes rows of x [.., K]; row m is x's picks[m], or m.
+  // Norms (where `norm` is given) and quantizes rows of x [rows, K].
   Prepared prepare(const Group& group, const float* x, const float* norm, int64_t rows,
-                   Phase phase, const int64_t* picks = nullptr) {
+                   Phase phase) {
     const int64_t k = group.k();
-    const auto from = [&](int64_t m) { return x + (picks ? picks[m] : m) * k; };
     const float epsilon = d.shape.attention.epsilon;
     Prepared made;
     if (rows == 1) {
-      made.x = from(0);
+      made.x = x;
       if (norm) {
         kernels.norm(made.x, norm, k, epsilon, room.x);
         made.x = room.x;
@@ -159,7 +180,7 @@ class Walk {
     place_activations(group, rows, d.activations, made);
     share((rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER, [&](int64_t i) {
       for (int64_t m = i * ROWS_TOGETHER; m < std::min((i + 1) * ROWS_TOGETHER, rows); ++m) {
-        if (norm) kernels.norm(from(m), norm, k, epsilon, d.normed + m * k);
+        if (norm) kernels.norm(x + m * k, norm, k, epsilon, d.normed + m * k);
         quantize_row(*set, group, made, made.x, m, room.gathered);
       }
     });
@@ -209,10 +230,18 @@ class Walk {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) one(i);
   }
 
-  void meet(Phase phase) {
+  template <typename F>
+  void meet(Phase phase, F&& between) {
     note(phase);
-    barrier.meet([&] { next.store(0, std::memory_order_relaxed); });
+    barrier.meet([&] {
+      next.store(0, std::memory_order_relaxed);
+      between();
+    });
     note(Phase::waiting);
+  }
+
+  void meet(Phase phase) {
+    meet(phase, [] {});
   }
 
   void note(Phase phase) {
@@ -330,11 +359,14 @@ bool Decoder::step(const std::vector<Row>& rows, const std::vector<int64_t>& wan
                                   std::to_string(rope.positions));
     }
   }
+  int64_t before = -1;
   for (const int64_t row : wanted) {
-    if (row < 0 || row >= static_cast<int64_t>(rows.size())) {
-      throw std::invalid_argument("logits of row " + std::to_string(row) + " of " +
-                                  std::to_string(rows.size()));
+    if (row <= before || row >= static_cast<int64_t>(rows.size())) {
+      throw std::invalid_argument("logits of row " + std::to_string(row) + " after row " +
+                                  std::to_string(before) + ", of " + std::to_string(rows.size()) +
+                                  " rows; they ascend");
     }
+    before = row;
   }
   threads = std::clamp(threads, 1, MOST_TEAM);
   if (!make_room(threads)) return false;
