@@ -126,8 +126,8 @@ void Attention::work(const StepKernels& kernels, const AttentionLayer& layer, co
     write_head(kernels, layer, rope, k, v, piece.row0, head, room);
   }
   const Shared* waits = piece.whole ? nullptr : &shared[static_cast<size_t>(piece.shared)];
-  float* const parts = waits ? partial.data() + waits->at + head * waits->blocks * share * (size + 2)
-                             : nullptr;
+  float* const parts =
+      waits ? partial.data() + waits->at + head * waits->blocks * share * (size + 2) : nullptr;
   for (int64_t block = piece.block0; block < piece.block1; ++block) {
     Attend a{room.q, count, size, room.first, room.last,
              cache_head(shape.cache, last_row.cache, block, layer.index, head), shape.cache.kind,

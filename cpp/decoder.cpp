@@ -12,20 +12,13 @@ namespace {
 
 constexpr int64_t ROWS_TOGETHER = 4;  // rows prepared at once, where they are shared out
 constexpr int MOST_TEAM = 256;
-constexpr int64_t FETCH_BYTES = 4096;
 
 int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 int64_t now() {
-#ifdef WEIGHTPATH_CPU_CLOCK
-  timespec at;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
-  return at.tv_sec * 1000000000LL + at.tv_nsec;
-#else
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
-#endif
 }
 
 }  // namespace
@@ -49,10 +42,7 @@ class Walk {
     }
     meet(Phase::embed);
     const size_t layers = d.layers.size();
-    for (size_t i = 0; i < layers; ++i) {
-      const bool last = i + 1 == layers;
-      run_layer(d.layers[i], last ? d.head : d.layers[i + 1].qkv, last);
-    }
+    for (size_t i = 0; i < layers; ++i) run_layer(d.layers[i], i + 1 == layers);
     if (picked.empty()) return;
     products(d.head, prepare(d.head, d.h, d.final_norm, count, Phase::head), count,
              [&](int, const Tile& t) { put(t, logits, s.vocabulary); });
@@ -62,7 +52,7 @@ class Walk {
  private:
   // Of the last layer, what no wanted row depends on is left out: a prompt's other rows leave their
   // keys and values, no more.
-  void run_layer(const Layer& layer, const Group& next, bool last) {
+  void run_layer(const Layer& layer, bool last) {
     const DecoderShape& s = d.shape;
     const auto to_residual = [&](int, const Tile& t) {
       kernels.add(d.h + t.m0 * s.hidden + t.n0, s.hidden, t.y, t.m1 - t.m0, t.n);
@@ -72,7 +62,6 @@ class Walk {
              [&](int which, const Tile& t) {
                put(t, qkv[which], layer.qkv.matrices[static_cast<size_t>(which)].shape.n);
              });
-    fetch(layer.output);
     meet(Phase::qkv);
 
     if (d.attention.writes_first()) {
@@ -99,7 +88,6 @@ class Walk {
 
     products(layer.output, prepare(layer.output, d.mixed, nullptr, count, Phase::output), count,
              to_residual);
-    fetch(layer.gate_up);
     meet(Phase::output);
 
     products(layer.gate_up, prepare(layer.gate_up, d.h, layer.post_norm, count, Phase::gate_up),
@@ -108,12 +96,10 @@ class Walk {
                kernels.silu(room.tiles[0], t.y, (t.m1 - t.m0) * t.n);
                put({room.tiles[0], t.n0, t.n, t.m0, t.m1}, d.gate, s.intermediate);
              });
-    fetch(layer.down);
     meet(Phase::gate_up);
 
     products(layer.down, prepare(layer.down, d.gate, nullptr, count, Phase::down), count,
              to_residual);
-    fetch(next);
     meet(Phase::down);
   }
 
@@ -135,14 +121,6 @@ class Walk {
     for (int64_t m = t.m0; m < t.m1; ++m, y += width, x += t.n) {
       std::memcpy(y, x, static_cast<size_t>(4 * t.n));
     }
-  }
-
-  // The first bytes that this thread will read of the next phase's weights are asked for before the
-  // barrier: memory works while threads meet and activations are prepared.
-  void fetch(const Group& group) {
-    if (count != 1) return;
-    const char* from = group.unit_address(group.cut(index, barrier.count));
-    for (int64_t at = 0; from && at < FETCH_BYTES; at += LINE) __builtin_prefetch(from + at, 0, 2);
   }
 
   // The wanted rows of the residual stream and of attention move to the front; they ascend.
@@ -208,9 +186,10 @@ class Walk {
         return;
       }
       int which = 0;
-      for (int64_t tiles; unit >= (tiles = group.matrices[static_cast<size_t>(which)].shape.tiles());
-           ++which) {
-        unit -= tiles;
+      for (const Matrix& matrix : group.matrices) {
+        if (unit < matrix.shape.tiles()) break;
+        unit -= matrix.shape.tiles();
+        ++which;
       }
       one(which, unit, panel);
     };
@@ -307,7 +286,9 @@ bool Decoder::make_room(int threads) {
     used += lines(bytes);
     return here;
   };
-  const auto floats = [&](int64_t width) { return reinterpret_cast<float*>(take(4 * rows * width)); };
+  const auto floats = [&](int64_t width) {
+    return reinterpret_cast<float*>(take(4 * rows * width));
+  };
   std::vector<Room> made(static_cast<size_t>(threads));
   const auto lay_out = [&] {
     used = 0;

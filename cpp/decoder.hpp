@@ -40,7 +40,9 @@ struct Layer {
   AttentionLayer attention;
 };
 
-enum class Phase : int { embed, qkv, write, attention, output, gate_up, down, head, waiting, count };
+enum class Phase : int {
+  embed, qkv, write, attention, output, gate_up, down, head, waiting, count
+};
 constexpr const char* PHASES[] = {"embed",  "qkv",     "write", "attention", "output",
                                   "gate_up", "down",   "head",  "waiting"};
 
@@ -54,8 +56,8 @@ class Decoder {
   void set_rope(const Rope& tables);
 
   // Runs rows (at most most_rows), and writes logits fp32 [wanted.size(), vocabulary] of the rows
-  // numbered in `wanted`, ascending. Callers on several threads wait for one another. False where memory ran
-  // out. std::invalid_argument where a row's token or position is out of range.
+  // numbered in `wanted`, ascending. Callers on several threads wait for one another. False where
+  // memory ran out. std::invalid_argument where a row's token or position is out of range.
   bool step(const std::vector<Row>& rows, const std::vector<int64_t>& wanted, float* logits,
             int threads);
 

@@ -24,7 +24,8 @@ void parallel(int64_t items, int threads, F&& body) {
   });
 }
 
-// Returns once `counter` is no longer `old`: spins, then gives its CPU away now and then, then sleeps.
+// Returns once `counter` is no longer `old`: spins, then gives its CPU away now and then, then
+// sleeps.
 void wait_while(const std::atomic<uint32_t>& counter, uint32_t old);
 
 // Where the threads of a team meet. The last to arrive does what comes between, then all go on.

@@ -59,17 +59,6 @@ int64_t Group::cut(int index, int count) const {
   return unit;
 }
 
-const char* Group::unit_address(int64_t unit) const {
-  for (const Matrix& one : matrices) {
-    if (unit < one.shape.tiles()) {
-      return one.packed ? reinterpret_cast<const char*>(one.packed + unit * one.stride)
-                        : static_cast<const char*>(one.floats) + unit * one.tile_bytes();
-    }
-    unit -= one.shape.tiles();
-  }
-  return nullptr;
-}
-
 Panels Group::panels(const InstructionSet& set, int64_t rows) const {
   for (const Matrix& one : matrices) {
     if (one.packed) return panels_of(set, one.shape, one.planes, rows);

@@ -50,8 +50,6 @@ struct Group {
   int64_t activation_bytes(int64_t rows) const;  // of all slots
   // First unit of thread `index` of `count`, cut so that each reads about as many bytes.
   int64_t cut(int index, int count) const;
-  // Where the bytes of a unit begin.
-  const char* unit_address(int64_t unit) const;
   Panels panels(const InstructionSet& set, int64_t rows) const;
 };
 

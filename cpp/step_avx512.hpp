@@ -1,5 +1,5 @@
-// Vectors of 16 floats on AVX-512 (F, BW, VL, DQ), as step_generic.hpp wants them, for the two files
-// that differ in bf16 products.
+// Vectors of 16 floats on AVX-512 (F, BW, VL, DQ), as step_generic.hpp wants them, for the two
+// files that differ in bf16 products.
 #pragma once
 
 #include "avx512.hpp"

@@ -1,6 +1,6 @@
-// The float arithmetic of a step on AVX-512 with bf16 products: vdpbf16ps multiplies two pairs a lane
-// at twice the rate of a fused multiply-add. Queries and softmax weights are rounded to bf16 for
-// it, as the cache's keys and values are; sums stay fp32.
+// The float arithmetic of a step on AVX-512 with bf16 products: vdpbf16ps multiplies two pairs a
+// lane at twice the rate of a fused multiply-add. Queries and softmax weights are rounded to bf16
+// for it, as the cache's keys and values are; sums stay fp32.
 
 #define WEIGHTPATH_BF16_PAIRS
 
