@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_decoder.hpp"
 #include "cpuid.hpp"
 #include "dispatch.hpp"
 #include "linear.hpp"
@@ -118,4 +119,5 @@ NB_MODULE(_cpu, module) {
   });
   module.def("set_pinning", &set_pinning, "pinned"_a);
   module.def("workers", &workers);
+  bind_decoder(module);
 }

@@ -13,10 +13,6 @@
 namespace weightpath {
 namespace {
 
-// Rows from which tiles are shared out. Fewer: each thread reads the tiles that it packed, one
-// linear stream. A static cut waits for the thread whose core is taken in part by others: without
-// it 512 rows on 16 threads of a shared Xeon ran 1.2 to 1.5 times faster (docs/experiments.md).
-constexpr int64_t SHARED_ROWS = 16;
 constexpr int64_t TOGETHER = 4;              // rows of x quantized at once
 constexpr int64_t QUANTIZE_ALONE = 1 << 16;  // activations below which threads only cost
 
@@ -36,15 +32,26 @@ int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
 }  // namespace
 
-bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed, const void* x,
-            Kind x_kind, int64_t m, int planes, bool per_group, const Output& out, int threads) {
+Panels panels_of(const InstructionSet& set, const Shape& shape, int planes, int64_t rows) {
+  const int64_t block = set.panel.block[planes - 1], blocks = (rows + block - 1) / block;
+  int64_t most = set.panel.bytes / (planes * shape.row_stride() * block);
+  if (most > set.panel.most_rows / block) most = set.panel.most_rows / block;
+  if (most < 1) most = 1;
+  return {rows, block, blocks, (blocks + most - 1) / most};
+}
+
+int64_t activation_bytes(const Shape& shape, int planes, bool per_group, int64_t rows) {
   const int64_t groups = shape.groups();
-  const int64_t plane_bytes = lines(m * shape.row_stride()), sum_bytes = lines(4 * m * groups);
-  const int64_t scale_bytes = lines(4 * m * (per_group ? groups : 1));
-  char* memory = scratch.at_least(planes * (plane_bytes + sum_bytes) + scale_bytes);
-  if (!memory) return false;
+  return planes * (lines(rows * shape.row_stride()) + lines(4 * rows * groups)) +
+         lines(4 * rows * (per_group ? groups : 1));
+}
+
+Activations activations_in(char* memory, const Shape& shape, int planes, bool per_group,
+                           int64_t rows) {
+  const int64_t plane_bytes = lines(rows * shape.row_stride());
+  const int64_t sum_bytes = lines(4 * rows * shape.groups());
   Activations a{};
-  a.rows = m;
+  a.rows = rows;
   a.planes = planes;
   a.per_group = per_group;
   for (int p = 0; p < planes; ++p) {
@@ -52,31 +59,45 @@ bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed
     a.sums[p] = reinterpret_cast<int32_t*>(memory + planes * plane_bytes + p * sum_bytes);
   }
   a.scales = reinterpret_cast<float*>(memory + planes * (plane_bytes + sum_bytes));
+  return a;
+}
+
+Activations row_of(const Activations& a, const Shape& shape, int64_t m) {
+  Activations rest = a;
+  rest.rows = a.rows - m;
+  for (int p = 0; p < a.planes; ++p) {
+    rest.plane[p] += m * shape.row_stride();
+    rest.sums[p] += m * shape.groups();
+  }
+  rest.scales += m * (a.per_group ? shape.groups() : 1);
+  return rest;
+}
+
+bool linear(const InstructionSet& set, const Shape& shape, const uint8_t* packed, const void* x,
+            Kind x_kind, int64_t m, int planes, bool per_group, const Output& out, int threads) {
+  char* memory = scratch.at_least(activation_bytes(shape, planes, per_group, m));
+  if (!memory) return false;
+  const Activations a = activations_in(memory, shape, planes, per_group, m);
 
   share((m + TOGETHER - 1) / TOGETHER, m * shape.k < QUANTIZE_ALONE ? 1 : threads, [&](int64_t i) {
     const int64_t stop = (i + 1) * TOGETHER < m ? (i + 1) * TOGETHER : m;
     for (int64_t row = i * TOGETHER; row < stop; ++row) set.quantize(x, x_kind, shape, a, row);
   });
 
-  // Panels of whole blocks, as even as they go: threads get equal counts of panels x tiles.
-  const int64_t block = set.panel.block[planes - 1], blocks = (m + block - 1) / block;
-  int64_t most = set.panel.bytes / (planes * shape.row_stride() * block);
-  if (most > set.panel.most_rows / block) most = set.panel.most_rows / block;
-  if (most < 1) most = 1;
-  const int64_t panels = (blocks + most - 1) / most, tiles = shape.tiles();
+  const Panels panels = panels_of(set, shape, planes, m);
+  const int64_t tiles = shape.tiles();
   const auto one = [&](int64_t item) {
     const int64_t tile = item % tiles, panel = item / tiles;
-    const int64_t m0 = blocks * panel / panels * block;
-    const int64_t end = blocks * (panel + 1) / panels * block, m1 = end < m ? end : m;
-    set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, m0, m1);
+    set.product(packed + tile * shape.tile_bytes(), shape, a, out, tile, panels.begin(panel),
+                panels.end(panel));
   };
   if (m < SHARED_ROWS) {
-    parallel(panels * tiles, threads, [&](int64_t start, int64_t stop) {
+    parallel(panels.count * tiles, threads, [&](int64_t start, int64_t stop) {
       for (int64_t item = start; item < stop; ++item) one(item);
     });
     return true;
   }
-  share(panels * tiles, threads, one);
+  share(panels.count * tiles, threads, one);
   return true;
 }
 

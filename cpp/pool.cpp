@@ -35,21 +35,6 @@ inline void pause() {
 #endif
 }
 
-// Returns once `counter` is no longer `old`.
-void wait_while(const std::atomic<uint32_t>& counter, uint32_t old) {
-  const auto start = std::chrono::steady_clock::now();
-  for (;;) {
-    for (int i = 0; i < PAUSES; ++i) {
-      if (counter.load(std::memory_order_acquire) != old) return;
-      pause();
-    }
-    const auto spent = std::chrono::steady_clock::now() - start;
-    if (spent > std::chrono::microseconds(SPIN_MICROSECONDS)) break;
-    if (spent > std::chrono::microseconds(SPIN_MICROSECONDS / 4)) sched_yield();
-  }
-  counter.wait(old, std::memory_order_acquire);
-}
-
 struct alignas(128) Worker {
   std::atomic<uint32_t> done{0};
   bool pinned = false;
@@ -141,6 +126,20 @@ bool ensure_workers(Pool& from, int wanted) {
 }
 
 }  // namespace
+
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old) {
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    for (int i = 0; i < PAUSES; ++i) {
+      if (counter.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+    const auto spent = std::chrono::steady_clock::now() - start;
+    if (spent > std::chrono::microseconds(SPIN_MICROSECONDS)) break;
+    if (spent > std::chrono::microseconds(SPIN_MICROSECONDS / 4)) sched_yield();
+  }
+  counter.wait(old, std::memory_order_acquire);
+}
 
 void run(int64_t items, int threads, void* context, Work work) {
   if (threads > items) threads = static_cast<int>(items);

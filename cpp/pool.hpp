@@ -1,6 +1,7 @@
 // A persistent pool of threads that runs one job at a time over static, contiguous ranges.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -20,6 +21,43 @@ template <typename F>
 void parallel(int64_t items, int threads, F&& body) {
   run(items, threads, &body, [](void* context, int64_t start, int64_t stop) {
     (*static_cast<std::remove_reference_t<F>*>(context))(start, stop);
+  });
+}
+
+// Returns once `counter` is no longer `old`: spins, then gives its CPU away now and then, then
+// sleeps.
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old);
+
+// Where the threads of a team meet. The last to arrive does what comes between, then all go on.
+struct Barrier {
+  explicit Barrier(int threads) : count(threads) {}
+
+  template <typename F>
+  void meet(F&& between) {
+    const uint32_t seen = generation.load(std::memory_order_relaxed);
+    if (count > 1 && arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count) {
+      wait_while(generation, seen);
+      return;
+    }
+    arrived.store(0, std::memory_order_relaxed);
+    between();
+    generation.store(seen + 1, std::memory_order_release);
+    if (count > 1) generation.notify_all();
+  }
+
+  alignas(128) std::atomic<uint32_t> generation{0};
+  alignas(128) std::atomic<int> arrived{0};
+  const int count;
+};
+
+// Calls body(index, barrier) on every thread of a team at once, the caller's index 0. The team is
+// `threads` strong, or the caller alone where the pool is taken: barrier.count says which.
+template <typename F>
+void team(int threads, F&& body) {
+  Barrier all(threads), one(1);
+  parallel(threads, threads, [&](int64_t start, int64_t stop) {
+    if (stop - start == threads) body(0, one);
+    else body(static_cast<int>(start), all);
   });
 }
 

@@ -1,0 +1,120 @@
+"""What the native engine runs, and one sentence for what it does not.
+
+Families: Llama 2 and 3 (SmolLM is one), Mistral with its sliding window, Qwen2 with biases, Qwen3
+with norms on queries and keys. Rope: plain, linear, llama3 and yarn; a kind whose tables depend on
+the length of the text (dynamic, longrope) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from weightpath.errors import CannotRun
+from weightpath.kernels import cpu
+from weightpath.layouts.cpu_tiles import KINDS, scheme_refusal
+from weightpath.nn.gathered_linear import GatheredLinear
+from weightpath.nn.int4_linear import Int4Linear
+from weightpath.nn.int8_linear import Int8Linear
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPES = ("default", "linear", "llama3", "yarn")
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why the native engine does not run this model, as a sentence, or None."""
+    name, config = type(model).__name__, model.config
+    if name not in FAMILIES:
+        return f"{name} is not a family of the native engine ({', '.join(FAMILIES)})"
+    try:
+        cpu.extension()
+    except CannotRun as missing:
+        return str(missing)
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}; the native engine has silu"
+    rope = rope_type(config)
+    if rope not in ROPES:
+        return f"its rope scaling is '{rope}'; the native engine has {', '.join(ROPES)}"
+    if head_dim(config) % 16 or head_dim(config) > 256:
+        return f"its head_dim {head_dim(config)} is no multiple of 16 up to 256"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return (
+            f"its {config.num_attention_heads} query heads are no multiple of its "
+            f"{config.num_key_value_heads} key-value heads"
+        )
+    for place, module in linears(model).items():
+        reason = _linear_refusal(module)
+        if reason:
+            return f"{place}: {reason}"
+    table = model.get_input_embeddings().weight
+    if table.dtype not in KINDS or table.device.type != "cpu":
+        return f"its embedding is {table.dtype} on {table.device}; wanted fp32, bf16 or fp16 on cpu"
+    return None
+
+
+def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Every linear that a step multiplies by, under its name."""
+    found: dict[str, nn.Module] = {}
+    decoder: Any = model.model
+    for index, layer in enumerate(decoder.layers):
+        for part, names in (("self_attn", ATTENTION_LINEARS), ("mlp", MLP_LINEARS)):
+            for name in names:
+                module = getattr(getattr(layer, part), name)
+                found[f"model.layers.{index}.{part}.{name}"] = module
+    head = model.get_output_embeddings()
+    assert head is not None  # every one of FAMILIES has it
+    found["lm_head"] = head
+    return found
+
+
+def rope_type(config: Any) -> str:
+    """The kind of rope that a config asks for, by transformers' name."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def head_dim(config: Any) -> int:
+    """Columns of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window(model: PreTrainedModel, layer: Any) -> int:
+    """Positions that a query of this layer sees, its own among them; 0 is all."""
+    if type(model).__name__ == "MistralForCausalLM":
+        return model.config.sliding_window or 0
+    return getattr(layer.self_attn, "sliding_window", None) or 0
+
+
+def rope_tables(model: PreTrainedModel, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines fp32 [positions, half], from transformers' own frequencies and factor.
+
+    The module is built anew from the config, so that a cast of the model rounds no frequency.
+    """
+    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
+    fresh = type(rotary)(model.config)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * fresh.inv_freq.float()
+    factor = float(fresh.attention_scaling)
+    return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
+
+
+def _linear_refusal(module: nn.Module) -> str | None:
+    if isinstance(module, GatheredLinear):
+        if not isinstance(module.inner, Int4Linear | Int8Linear):
+            return "a column order over floats; the native engine gathers for low-bit linears"
+        module = module.inner
+    if isinstance(module, Int4Linear):
+        reason = scheme_refusal(
+            module.scheme, module.in_features, module.scales.dtype, module.scales.shape[1] == 1
+        )
+        return None if reason is None else f"a low-bit linear that the tiles do not hold: {reason}"
+    if isinstance(module, Int8Linear):
+        return None
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__}, no linear that the native engine knows"
+    if module.weight.dtype not in KINDS or module.weight.device.type != "cpu":
+        return f"weights {module.weight.dtype} on {module.weight.device}"
+    return None

@@ -1,0 +1,145 @@
+"""A model's linears as the native engine takes them: addresses, and the tensors kept alive.
+
+Low-bit modules become `CpuTiles`; plain linears stay where they are, in their own dtype. Norms and
+biases are copied to fp32, which holds every value that they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightpath.kernels import cpu
+from weightpath.layouts.cpu_tiles import KINDS, ROWS, CpuTiles
+from weightpath.nn.gathered_linear import GatheredLinear
+from weightpath.nn.int4_linear import Int4Linear
+from weightpath.nn.int8_linear import Int8Linear
+
+SMALL = 4 << 20
+"""Bytes of a packed matrix from which it stays where it was packed, in huge pages of its own."""
+
+
+def tiles_of(module: Int4Linear | Int8Linear) -> CpuTiles:
+    """The packed layout of one low-bit linear."""
+    if isinstance(module, Int8Linear):
+        return cpu.pack_parts(
+            module.codes, cpu.INT8, module.scale[:, None], None,
+            bits=8, group_size=module.in_features,
+        )  # fmt: skip
+    return cpu.pack_parts(
+        module.packed, cpu.NIBBLES, module.scales, module.zeros,
+        bits=4, group_size=module.in_features // module.scales.shape[1],
+    )  # fmt: skip
+
+
+class Weights:
+    """Matrices and vectors for the C++ decoder. `kept` holds what their addresses point into.
+
+    Packed matrices under SMALL bytes lie one after another in one mapping of huge pages, in the
+    order in which a step reads them, and the tiles of a pair (gate, up) alternate: one linear
+    stream. A small matrix alone would be in pages of 4 KiB, which read at half the speed.
+
+    modules: all linears, whose sizes make the mapping's. per_group: an activation scale for every
+    group of a low-bit linear instead of every row. bytes: of all matrices, which is what one token
+    reads.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], per_group: bool = False) -> None:
+        self.per_group = per_group
+        self.kept: list[Tensor] = []
+        self.bytes = 0
+        sizes = (_packed_bytes(_plain(module)) for module in modules)
+        self._arena = cpu.fresh_memory(sum(size for size in sizes if size < SMALL))
+        self._used = 0
+
+    def vector(self, values: Tensor | None) -> int:
+        """The address of a contiguous fp32 copy; 0 for None."""
+        return 0 if values is None else self._address(values.detach().float().contiguous())
+
+    def matrices(self, modules: Sequence[nn.Module], paired: bool = False) -> list[Any]:
+        """The C++ matrices of linears that are read one after another, or tile by tile in pairs."""
+        tiles = [
+            tiles_of(plain) if isinstance(plain, Int4Linear | Int8Linear) else None
+            for plain in map(_plain, modules)
+        ]
+        small = [one for one in tiles if one is not None and one.packed.numel() < SMALL]
+        if paired and len(small) == len(tiles) and len({_count(one) for one in small}) == 1:
+            rows = [one.packed.view(_count(one), -1) for one in small]
+            joint = self._placed(torch.cat(rows, dim=1).flatten()).view(_count(small[0]), -1)
+            starts = [0, *accumulate(row.shape[1] for row in rows)]
+            views = [joint[:, start:] for start in starts[:-1]]
+        else:
+            views = [
+                None if one is None
+                else (self._placed(one.packed) if one.packed.numel() < SMALL else one.packed).view(_count(one), -1)
+                for one in tiles
+            ]  # fmt: skip
+        return [
+            self._floats(module) if one is None or view is None else self._packed(module, one, view)
+            for module, one, view in zip(modules, tiles, views, strict=True)
+        ]
+
+    def _floats(self, module: nn.Module) -> Any:
+        assert isinstance(module, nn.Linear)
+        weight = module.weight.detach().contiguous()
+        self.bytes += weight.numel() * weight.element_size()
+        n, k = weight.shape
+        address, kind = self._address(weight), KINDS[weight.dtype]
+        return cpu.extension().float_matrix(n, k, address, kind, self.vector(module.bias))
+
+    def _packed(self, module: nn.Module, tiles: CpuTiles, rows: Tensor) -> Any:
+        """rows [tiles, bytes]: a tile each, at the row's beginning."""
+        plain, order, scales = _plain(module), None, None
+        if isinstance(module, GatheredLinear):
+            order, scales = module.order, module.scales
+        self.bytes += tiles.packed.numel()
+        return cpu.extension().packed_matrix(
+            bits=tiles.bits,
+            n=tiles.out_features,
+            k=tiles.in_features,
+            group=tiles.group_size,
+            zeros=tiles.zeros,
+            scales=KINDS[tiles.scale_dtype],
+            packed=self._address(rows),
+            stride=rows.stride(0),
+            bias=self.vector(plain.bias),
+            planes=1 if isinstance(plain, Int4Linear) and plain.scheme.activation_bits == 8 else 2,
+            per_group=self.per_group,
+            order=0 if order is None else self._address(order.to(torch.int64).contiguous()),
+            column_scales=self.vector(scales),
+        )
+
+    def _placed(self, packed: Tensor) -> Tensor:
+        """A copy in the mapping, after what was placed before."""
+        place = self._arena[self._used : self._used + packed.numel()]
+        self._used += packed.numel()
+        return place.copy_(packed)
+
+    def _address(self, values: Tensor) -> int:
+        self.kept.append(values)
+        return values.data_ptr()
+
+
+def _plain(module: nn.Module) -> Any:
+    """A linear behind its gather."""
+    return module.inner if isinstance(module, GatheredLinear) else module
+
+
+def _count(tiles: CpuTiles) -> int:
+    return -(-tiles.out_features // ROWS)
+
+
+def _packed_bytes(module: nn.Module) -> int:
+    """What tiles_of gives this module; 0 for floats."""
+    if isinstance(module, Int8Linear):
+        n, k = module.codes.shape
+        return cpu.extension().packed_bytes(8, n, k, k, False, KINDS[module.scale.dtype])
+    if isinstance(module, Int4Linear):
+        n, k, scales = module.out_features, module.in_features, module.scales
+        zeros, kind = module.zeros is not None, KINDS[scales.dtype]
+        return cpu.extension().packed_bytes(4, n, k, k // scales.shape[1], zeros, kind)
+    return 0
