@@ -201,3 +201,21 @@ def test_activations_on_another_device_are_refused_not_read() -> None:
     assert tiles is not None
     with pytest.raises(BadRequest, match=r"on meta .*wanted .* on cpu"):
         cpu.linear(torch.zeros(2, 64, device="meta"), tiles)
+
+
+@every_kind
+def test_tiles_may_lie_in_rows_that_another_engine_holds(make: Make) -> None:
+    module, x = tiled(make), random(3, 64)
+    wanted, saved = module(x), {n: v.clone() for n, v in module.state_dict().items()}
+    assert module.cpu_tiles is not None
+    rows = module.cpu_tiles.packed.view(2, -1)  # 40 outputs: two tiles
+    joint = torch.cat((rows, torch.zeros_like(rows)), dim=1)
+    module.hold_rows(joint[:, : rows.shape[1]])
+    assert module.cpu_tiles.packed.data_ptr() == joint.data_ptr()
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in saved.items())
+    assert module.cpu_tiles.packed.data_ptr() == joint.data_ptr()  # nothing was copied for that
+    assert torch.equal(module(x), wanted)
+    joint.zero_()
+    assert torch.equal(module(x), wanted)  # its own by now
+    with pytest.raises(BadRequest, match=r"rows \[1, 8\] cannot stand for"):
+        module.hold_rows(torch.zeros(1, 8, dtype=torch.uint8))

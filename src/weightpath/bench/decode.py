@@ -2,22 +2,21 @@
 
 One sample of one model: a prompt of P tokens is read into an empty cache (prefill, P / seconds
 tokens/s), then D tokens are read one by one, each the most likely after the last (decode,
-D / seconds tokens/s; the prefill is not in it). What is timed is the model's forward pass and an
-argmax: no tokenizer, no sampling, no stop tokens.
+D / seconds tokens/s; the prefill is not in it). What is timed is a session's steps on the engine
+that the model was loaded with, and an argmax: no tokenizer, no sampling, no stop tokens.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from weightpath.bench.timing import Ratio, Timing, ratio, sample_in_turns
+from weightpath.engine.session import open_session
 from weightpath.errors import BadRequest
 
 
@@ -116,33 +115,20 @@ def measure_speed(
     )
 
 
-def _prompt(model: Any, length: int) -> Tensor:
-    """The same random tokens [1, length] for every model of one vocabulary."""
+def _prompt(model: Any, length: int) -> list[int]:
+    """The same random tokens for every model of one vocabulary."""
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+    return torch.randint(vocabulary, (length,), generator=generator).tolist()
 
 
-@torch.inference_mode()
-def _sample(model: Any, prompt: Tensor, steps: int) -> tuple[float, float]:
-    """Seconds of one prefill and of `steps` decode steps after it."""
-    # generate() asks for the last position's logits alone, so prefill does here too.
-    takes = inspect.signature(model.forward).parameters
-    last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    cache = "cache" if "cache" in takes else "past_key_values"  # transformers < 5.24
-    _wait(prompt.device)
+def _sample(model: Any, prompt: list[int], steps: int) -> tuple[float, float]:
+    """Seconds of one prefill and of `steps` decode steps after it. Logits come to the CPU, so a
+    device has finished."""
+    session = open_session(model, len(prompt) + steps)
     start = perf_counter()
-    out = model(input_ids=prompt, use_cache=True, **last)
-    token = out.logits[:, -1:].argmax(-1)
-    _wait(prompt.device)
+    token = int(session.extend(prompt).argmax())
     middle = perf_counter()
     for _ in range(steps):
-        out = model(input_ids=token, use_cache=True, **{cache: out[cache]})
-        token = out.logits[:, -1:].argmax(-1)
-    _wait(prompt.device)
+        token = int(session.extend([token]).argmax())
     return middle - start, perf_counter() - middle
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

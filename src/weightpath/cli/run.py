@@ -81,6 +81,9 @@ def command(
     ),
     activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
+    engine: str = typer.Option(
+        "auto", help="native, transformers, or auto: native where it takes the model."
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print whole answers as JSON (of a chat, a line a turn)."
     ),
@@ -108,7 +111,9 @@ def command(
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
     with progress_bar() as progress:
-        model = load(place, device, activation_bits=activation_bits, progress=progress)
+        model = load(
+            place, device, activation_bits=activation_bits, progress=progress, engine=engine
+        )
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))

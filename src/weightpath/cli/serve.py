@@ -42,6 +42,9 @@ def command(
     ),
     activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
+    engine: str = typer.Option(
+        "auto", help="native, transformers, or auto: native where it takes the model."
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print where it listens, and with what limits, as JSON."
     ),
@@ -68,7 +71,9 @@ def command(
     tokenizer = load_tokenizer(place)
     bound = listening_socket(host, port)  # a port that is taken is said before the model is loaded
     with progress_bar() as progress:
-        model = load(place, device, activation_bits=activation_bits, progress=progress)
+        model = load(
+            place, device, activation_bits=activation_bits, progress=progress, engine=engine
+        )
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
     worker = Worker(

@@ -8,7 +8,8 @@ already fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.checkpoints.shards import TensorInfo
 from weightpath.checkpoints.store import Checkpoint, gguf_at
 from weightpath.engine import skeleton
+from weightpath.engine.decode import NativeModel
+from weightpath.engine.like_transformers import generate_like_transformers
 from weightpath.engine.low_bit_module import module_of
+from weightpath.engine.native_support import refusal
 from weightpath.engine.session import Engine
-from weightpath.errors import BadCheckpoint, BadRequest, BadTensor
+from weightpath.errors import BadCheckpoint, BadRequest, BadTensor, CannotRun
 from weightpath.nn.swap import (
     explain,
     replace_module,
@@ -40,6 +44,7 @@ from weightpath.nn.swap import (
 
 Progress = Callable[[str, int, int], None]
 """progress(label, done, total)."""
+ENGINES = ("transformers", "native", "auto")
 
 
 @dataclass(frozen=True)
@@ -104,13 +109,25 @@ def load(
     backend: str | None = None,
     activation_bits: int | None = None,
     progress: Progress = no_progress,
+    engine: str = "transformers",
 ) -> PreTrainedModel:
     """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
 
     dtype: of the float tensors and the arithmetic (default: the checkpoint's own). backend: a
     kernel by name, else the chooser's. activation_bits: 8 or 16 for the 4-bit linears (default:
-    what the folder was made for, else 16). Raises BadCheckpoint or BadTensor with the mend.
+    what the folder was made for, else 16). engine: what sessions and `generate` run on:
+    "transformers"' modules, the "native" one (a whole step in C++, on the CPU; CannotRun where it
+    does not take the model), or "auto", native where it takes the model and a note where not. On
+    the native one `generate` takes transformers' common arguments and refuses others by name.
+    Raises BadCheckpoint or BadTensor with the mend.
     """
+    if engine not in ENGINES:
+        raise BadRequest(f"engine '{engine}': unknown; use {', '.join(ENGINES)}")
+    if engine == "native" and backend is not None:
+        raise BadRequest(
+            f"engine native and backend '{backend}': it runs on the compiled kernels alone; "
+            "leave one of them out"
+        )
     checkpoint = open_low_bit(Path(folder))
     device = usable_device(device)
     bits = (
@@ -165,7 +182,27 @@ def load(
         checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
         run_as_floats, (*empty, *left_out),
     )  # fmt: skip
+    if engine == "native" or (engine == "auto" and backend is None):
+        _attach_native(model, required=engine == "native")
     return model
+
+
+def _attach_native(model: PreTrainedModel, required: bool) -> None:
+    """The native engine beside the model, for its sessions and as its `generate`; a note where it
+    does not take the model, or CannotRun where it is required."""
+    about: Any = model.weightpath
+    reason = refusal(model)
+    if reason is not None:
+        if required:
+            raise CannotRun(f"{about.where}: the native engine does not run it: {reason}")
+        note = f"runs on transformers' modules, not on the native engine: {reason}"
+        model.weightpath = replace(about, notes=(*about.notes, note))  # type: ignore[assignment]
+        return
+    native = NativeModel(model)
+    model.weightpath = replace(about, native=native)  # type: ignore[assignment]
+    model.generate = partial(  # type: ignore[assignment]
+        generate_like_transformers, native, default_config=model.generation_config
+    )
 
 
 def load_tokenizer(folder: str | Path) -> Any:

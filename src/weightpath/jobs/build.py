@@ -210,7 +210,9 @@ def _run(
     """Speed of both in bf16, in turns; an answer from the low-bit one; the kernels that ran it."""
     device = options.verify.device
     reference = load_float(checkpoint, torch.bfloat16, device=device)
-    model = load(folder, device, torch.bfloat16, options.verify.backend, plan.activation_bits)
+    backend, bits = options.verify.backend, plan.activation_bits
+    engine = "auto" if backend is None else "transformers"
+    model = load(folder, device, torch.bfloat16, backend, bits, engine=engine)
     step = 0
 
     def sampled(name: str) -> None:
@@ -227,7 +229,9 @@ def _run(
     reply = answer(
         model, tokenizer, [{"role": "user", "content": options.question}], options.answer_tokens
     )
-    return speed, reply, " and ".join(sorted({_named(row) for row in explain(model).values()}))
+    kernels = " and ".join(sorted({_named(row) for row in explain(model).values()}))
+    native = model.weightpath.native is not None  # type: ignore[union-attr]
+    return speed, reply, f"native engine, {kernels}" if native else kernels
 
 
 def _named(row: dict[str, object]) -> str:

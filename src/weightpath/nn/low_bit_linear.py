@@ -9,7 +9,9 @@ A module holds its codes once, in one of two forms:
 
 `set_backend`, or the first product, brings them into the form that the chosen kernel reads; moving
 to another device brings back the plain one. Attributes, `state_dict` and `dequantize` give the plain
-values in either form, so that a saved file never depends on the machine that wrote it.
+values in either form, so that a saved file never depends on the machine that wrote it. Tiles may
+lie elsewhere, one in a row of a matrix that another engine holds (`hold_rows`): they are copied only
+if this module itself is asked for a product.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from weightpath.errors import CannotRun
+from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.kernels.choose import Choice, Layer, choose
 from weightpath.layouts import cpu_tiles
@@ -133,6 +135,22 @@ class LowBitLinear(nn.Module):
         for name in self.PLAIN:
             del self._buffers[name]
 
+    def hold_rows(self, rows: Tensor) -> None:
+        """Keep the tiles in uint8 rows [tiles, bytes of a tile], strided or not, that hold their
+        bytes already; what was held is let go. BadRequest for rows of another shape."""
+        tiles = self._tiles
+        if tiles is None or rows.numel() != tiles.packed.numel() or rows.stride(-1) != 1:
+            raise BadRequest(
+                f"rows {list(rows.shape)} cannot stand for the tiles of a {self.scheme.name} linear "
+                f"[{self.out_features}, {self.in_features}]"
+            )
+        self._hold_packed(rows)
+
+    def _hold_packed(self, packed: Tensor) -> None:
+        assert self._tiles is not None
+        self._tiles = replace(self._tiles, packed=packed)
+        self._buffers["tiles"] = packed
+
     def _hold_plain(self) -> None:
         for name, value in self._plain().items():
             self._buffers[name] = value
@@ -149,7 +167,7 @@ class LowBitLinear(nn.Module):
     def _plain(self) -> Plain:
         if self._tiles is None:
             return {name: self._buffers[name] for name in self.PLAIN}
-        return self._from_tiles(self._tiles)
+        return self._from_tiles(replace(self._tiles, packed=self._tiles.packed.reshape(-1)))
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).PLAIN and self.__dict__.get("_tiles") is not None:
@@ -206,6 +224,10 @@ class LowBitLinear(nn.Module):
             return self._multiply_plain(x, self._plain()).to(out)
         if self._few_rows and x.numel() >= self._few_rows * self.in_features:
             return self._multiply_plain(x, self._plain()).to(out)
+        if tiles.packed.dim() == 2:  # rows of another engine
+            self._hold_packed(tiles.packed.reshape(-1))
+            tiles = self._tiles
+            assert tiles is not None
         if torch.compiler.is_compiling():
             tiles = replace(tiles, packed=self._buffers["tiles"])
         bits = self.activation_bits
