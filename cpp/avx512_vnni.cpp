@@ -78,9 +78,9 @@ template <int BITS, int R, int P, bool PER_GROUP>
 void product_rows(const uint8_t* tile, const Shape& shape, const Activations& a,
                   const Output& out, int64_t tile_index, int64_t m) {
   constexpr int CHAINS = R * P <= 3 ? 2 : 1;
-  // Bytes between a line and the one asked for with it; measured. One row of 4 bits, in one plane or
-  // two, is best left to the hardware on Zen 4; the Xeon that has AMX wants one row's lines in its
-  // first cache, the others past it (docs/experiments.md, docs/decode-notes.md).
+  // Bytes between a line and the one asked for with it; measured. One row of 4 bits, in one plane
+  // or two, is best left to the hardware on Zen 4; the Xeon that has AMX wants one row's lines in
+  // its first cache, the others past it (docs/experiments.md, docs/decode-notes.md).
   constexpr int64_t AHEAD = R * P >= 4 ? 2048 : 4096, AHEAD_ONE = 2048;
   const bool keeps = R == 1 && features().amx_int8;
   const bool fetches = !keeps && (R >= 2 || BITS == 8);

@@ -127,7 +127,7 @@ bool ensure_workers(Pool& from, int wanted) {
 
 }  // namespace
 
-void wait_while(const std::atomic<uint32_t>& counter, uint32_t old) {
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after) {
   const auto start = std::chrono::steady_clock::now();
   for (;;) {
     for (int i = 0; i < PAUSES; ++i) {
@@ -136,7 +136,7 @@ void wait_while(const std::atomic<uint32_t>& counter, uint32_t old) {
     }
     const auto spent = std::chrono::steady_clock::now() - start;
     if (spent > std::chrono::microseconds(SPIN_MICROSECONDS)) break;
-    if (spent > std::chrono::microseconds(SPIN_MICROSECONDS / 4)) sched_yield();
+    if (spent > std::chrono::microseconds(yield_after)) sched_yield();
   }
   counter.wait(old, std::memory_order_acquire);
 }

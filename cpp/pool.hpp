@@ -24,9 +24,9 @@ void parallel(int64_t items, int threads, F&& body) {
   });
 }
 
-// Returns once `counter` is no longer `old`: spins, then gives its CPU away now and then, then
-// sleeps.
-void wait_while(const std::atomic<uint32_t>& counter, uint32_t old);
+// Returns once `counter` is no longer `old`: spins, from so many microseconds on gives its CPU away
+// now and then, and sleeps in the end.
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after = 15);
 
 // Where the threads of a team meet. The last to arrive does what comes between, then all go on.
 struct Barrier {
@@ -36,7 +36,7 @@ struct Barrier {
   void meet(F&& between) {
     const uint32_t seen = generation.load(std::memory_order_relaxed);
     if (count > 1 && arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count) {
-      wait_while(generation, seen);
+      wait_while(generation, seen, YIELD_AFTER);
       return;
     }
     arrived.store(0, std::memory_order_relaxed);
@@ -45,6 +45,9 @@ struct Barrier {
     if (count > 1) generation.notify_all();
   }
 
+  // Microseconds. Threads of a team that share a CPU meet hundreds of times a step: what they spin
+  // is lost to the one that they wait for.
+  static constexpr int64_t YIELD_AFTER = 3;
   alignas(128) std::atomic<uint32_t> generation{0};
   alignas(128) std::atomic<int> arrived{0};
   const int count;

@@ -111,7 +111,9 @@ inline void dots(const FloatMatrix& w, const float* x, int64_t m, int64_t n, flo
   if (k < w.k) {
     alignas(64) float rest[C][W] = {};
     for (int c = 0; c < C; ++c) {
-      for (int64_t i = k; i < w.k; ++i) rest[c][i - k] = load_float(w.weights, K, (n + c) * w.k + i);
+      for (int64_t i = k; i < w.k; ++i) {
+        rest[c][i - k] = load_float(w.weights, K, (n + c) * w.k + i);
+      }
     }
     for (int r = 0; r < R; ++r) {
       const Vec row = load_some(x + (m + r) * w.k + k, w.k - k);
