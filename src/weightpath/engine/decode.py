@@ -38,9 +38,10 @@ CONTEXT = 8192
 class NativeModel:
     """A transformers model's weights behind the C++ decoder. CannotRun with `refusal`'s sentence.
 
-    cache: bf16, int8 or fp32. chunk: rows of a step at most. per_group: activation scales for each
-    group of a low-bit linear, or for each row. instruction_set: one by name, for tests. threads:
-    None follows torch.get_num_threads() at each call.
+    Weights are in memory once: the modules hold their tiles where the decoder reads them. Activation
+    bits and scales are those that the modules have now. cache: bf16, int8 or fp32. chunk: rows of a
+    step at most. instruction_set: one by name, for tests. threads: None follows
+    torch.get_num_threads() at each call.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class NativeModel:
         *,
         cache: str = "bf16",
         chunk: int = CHUNK,
-        per_group: bool = False,
         instruction_set: str = "",
         threads: int | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class NativeModel:
             raise BadRequest(f"{chunk} rows of a step; use 1 or more")
         self.model, self.config, self.chunk, self.threads = model, model.config, chunk, threads
         self.vocabulary: int = model.get_output_embeddings().out_features  # type: ignore[assignment]
-        self._weights = Weights(native_support.linears(model).values(), per_group)
+        self._weights = Weights(native_support.linears(model).values())
         self._cache_shape = (
             CACHE_KINDS[cache],
             self.config.num_hidden_layers,

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from weightpath.errors import CannotRun
 from weightpath.kernels import cpu
-from weightpath.layouts.cpu_tiles import KINDS, scheme_refusal
+from weightpath.layouts.cpu_tiles import KINDS
 from weightpath.nn.gathered_linear import GatheredLinear
-from weightpath.nn.int4_linear import Int4Linear
-from weightpath.nn.int8_linear import Int8Linear
+from weightpath.nn.low_bit_linear import LowBitLinear
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -103,15 +102,14 @@ def rope_tables(model: PreTrainedModel, positions: int) -> tuple[Tensor, Tensor]
 
 def _linear_refusal(module: nn.Module) -> str | None:
     if isinstance(module, GatheredLinear):
-        if not isinstance(module.inner, Int4Linear | Int8Linear):
+        if not isinstance(module.inner, LowBitLinear):
             return "a column order over floats; the native engine gathers for low-bit linears"
         module = module.inner
-    if isinstance(module, Int4Linear):
-        reason = scheme_refusal(
-            module.scheme, module.in_features, module.scales.dtype, module.scales.shape[1] == 1
-        )
-        return None if reason is None else f"a low-bit linear that the tiles do not hold: {reason}"
-    if isinstance(module, Int8Linear):
+    if isinstance(module, LowBitLinear):
+        try:
+            module.refuse_or("cpu")
+        except CannotRun as refused:
+            return str(refused)
         return None
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__}, no linear that the native engine knows"

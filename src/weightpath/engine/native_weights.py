@@ -16,24 +16,18 @@ from torch import Tensor, nn
 from weightpath.kernels import cpu
 from weightpath.layouts.cpu_tiles import KINDS, ROWS, CpuTiles
 from weightpath.nn.gathered_linear import GatheredLinear
-from weightpath.nn.int4_linear import Int4Linear
-from weightpath.nn.int8_linear import Int8Linear
+from weightpath.nn.low_bit_linear import LowBitLinear
 
 SMALL = 4 << 20
 """Bytes of a packed matrix from which it stays where it was packed, in huge pages of its own."""
 
 
-def tiles_of(module: Int4Linear | Int8Linear) -> CpuTiles:
-    """The packed layout of one low-bit linear."""
-    if isinstance(module, Int8Linear):
-        return cpu.pack_parts(
-            module.codes, cpu.INT8, module.scale[:, None], None,
-            bits=8, group_size=module.in_features,
-        )  # fmt: skip
-    return cpu.pack_parts(
-        module.packed, cpu.NIBBLES, module.scales, module.zeros,
-        bits=4, group_size=module.in_features // module.scales.shape[1],
-    )  # fmt: skip
+def tiles_of(module: LowBitLinear) -> CpuTiles:
+    """The packed layout of one low-bit linear, which holds it from now on."""
+    module.set_backend(None)
+    tiles = module.cpu_tiles
+    assert tiles is not None  # `refusal` has seen to that
+    return tiles
 
 
 class Weights:
@@ -41,15 +35,15 @@ class Weights:
 
     Packed matrices under SMALL bytes lie one after another in one mapping of huge pages, in the
     order in which a step reads them, and the tiles of a pair (gate, up) alternate: one linear
-    stream. A small matrix alone would be in pages of 4 KiB, which read at half the speed.
+    stream. A small matrix alone would be in pages of 4 KiB, which read at half the speed. The modules
+    hold their tiles there too, so that weights are in memory once.
 
-    modules: all linears, whose sizes make the mapping's. per_group: an activation scale for every
-    group of a low-bit linear instead of every row. bytes: of all matrices, which is what one token
-    reads.
+    modules: all linears, whose sizes make the mapping's. bytes: of all matrices, which is what one
+    token reads.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], per_group: bool = False) -> None:
-        self.per_group = per_group
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         self.kept: list[Tensor] = []
         self.bytes = 0
         sizes = (_packed_bytes(_plain(module)) for module in modules)
@@ -63,7 +57,7 @@ class Weights:
     def matrices(self, modules: Sequence[nn.Module], paired: bool = False) -> list[Any]:
         """The C++ matrices of linears that are read one after another, or tile by tile in pairs."""
         tiles = [
-            tiles_of(plain) if isinstance(plain, Int4Linear | Int8Linear) else None
+            tiles_of(plain) if isinstance(plain, LowBitLinear) else None
             for plain in map(_plain, modules)
         ]
         small = [one for one in tiles if one is not None and one.packed.numel() < SMALL]
@@ -78,6 +72,10 @@ class Weights:
                 else (self._placed(one.packed) if one.packed.numel() < SMALL else one.packed).view(_count(one), -1)
                 for one in tiles
             ]  # fmt: skip
+        for module, view in zip(modules, views, strict=True):
+            if view is not None:
+                plain = _plain(module)
+                plain.hold_rows(view[:, : plain.cpu_tiles.packed.numel() // len(view)])
         return [
             self._floats(module) if one is None or view is None else self._packed(module, one, view)
             for module, one, view in zip(modules, tiles, views, strict=True)
@@ -107,8 +105,8 @@ class Weights:
             packed=self._address(rows),
             stride=rows.stride(0),
             bias=self.vector(plain.bias),
-            planes=1 if isinstance(plain, Int4Linear) and plain.scheme.activation_bits == 8 else 2,
-            per_group=self.per_group,
+            planes=plain.activation_bits // 8,
+            per_group=plain.takes_scales_per_group,
             order=0 if order is None else self._address(order.to(torch.int64).contiguous()),
             column_scales=self.vector(scales),
         )
@@ -117,7 +115,7 @@ class Weights:
         """A copy in the mapping, after what was placed before."""
         place = self._arena[self._used : self._used + packed.numel()]
         self._used += packed.numel()
-        return place.copy_(packed)
+        return place.copy_(packed.reshape(-1))
 
     def _address(self, values: Tensor) -> int:
         self.kept.append(values)
@@ -134,12 +132,5 @@ def _count(tiles: CpuTiles) -> int:
 
 
 def _packed_bytes(module: nn.Module) -> int:
-    """What tiles_of gives this module; 0 for floats."""
-    if isinstance(module, Int8Linear):
-        n, k = module.codes.shape
-        return cpu.extension().packed_bytes(8, n, k, k, False, KINDS[module.scale.dtype])
-    if isinstance(module, Int4Linear):
-        n, k, scales = module.out_features, module.in_features, module.scales
-        zeros, kind = module.zeros is not None, KINDS[scales.dtype]
-        return cpu.extension().packed_bytes(4, n, k, k // scales.shape[1], zeros, kind)
-    return 0
+    """Bytes of a low-bit linear's tiles; 0 for floats."""
+    return tiles_of(module).packed.numel() if isinstance(module, LowBitLinear) else 0

@@ -74,6 +74,13 @@ class LowBitLinear(nn.Module):
         """8 where activations are quantized to int8 as they arrive, else 16."""
         return self.scheme.activation_bits
 
+    @property
+    def takes_scales_per_group(self) -> bool:
+        """Whether 8-bit activations have a scale for each group of a row."""
+        tiles = self._tiles
+        one_group = tiles is not None and tiles.groups == 1
+        return self.activation_bits == 8 and self.scale_per_group and not one_group
+
     # Choosing.
 
     def _layer(self) -> Layer:
@@ -230,8 +237,7 @@ class LowBitLinear(nn.Module):
             assert tiles is not None
         if torch.compiler.is_compiling():
             tiles = replace(tiles, packed=self._buffers["tiles"])
-        bits = self.activation_bits
-        per_group = bits == 8 and self.scale_per_group and tiles.groups > 1
+        bits, per_group = self.activation_bits, self.takes_scales_per_group
         return cpu.linear(x, tiles, self.bias, activation_bits=bits, per_group=per_group, out=out)
 
     def extra_repr(self) -> str:
