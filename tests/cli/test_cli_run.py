@@ -22,7 +22,7 @@ Cli = Callable[..., Any]
 @pytest.fixture(scope="module")
 def expected(tiny_low_bit: Path) -> Callable[..., str]:
     """The reply to a history, from the engine itself."""
-    model, tokenizer = load(tiny_low_bit), tokenizer_of(tiny_low_bit)
+    model, tokenizer = load(tiny_low_bit, engine="native"), tokenizer_of(tiny_low_bit)
     return lambda *history, **options: answer(model, tokenizer, list(history), 8, **options).text
 
 
@@ -49,11 +49,11 @@ def test_pieces_are_written_as_they_come(
     weightpath_cli: Cli, tiny_low_bit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every piece is on stdout before the next token is made."""
-    from weightpath.engine.session import TransformersSession
+    from weightpath.engine.decode import Session
 
     written: list[str] = []
     shown_at_each_step: list[int] = []
-    real_print, real_extend = print, TransformersSession.extend
+    real_print, real_extend = print, Session.extend
 
     def watched_print(*values: Any, **options: Any) -> None:
         if options.get("flush"):
@@ -65,7 +65,7 @@ def test_pieces_are_written_as_they_come(
         return real_extend(self, tokens)
 
     monkeypatch.setattr("builtins.print", watched_print)
-    monkeypatch.setattr(TransformersSession, "extend", watched_extend)
+    monkeypatch.setattr(Session, "extend", watched_extend)
     ran = weightpath_cli("run", tiny_low_bit, "--prompt", "Hello", "--max-tokens", "24")
     assert len(shown_at_each_step) == 24
     assert len(set(shown_at_each_step)) > 12
@@ -146,7 +146,7 @@ def test_sampling_repeats_with_its_seed(
 
 
 def test_int8_activations_can_be_asked_for(weightpath_cli: Cli, tiny_low_bit: Path) -> None:
-    model = load(tiny_low_bit, activation_bits=8)
+    model = load(tiny_low_bit, activation_bits=8, engine="native")
     assert not torch.equal(
         *(m(input_ids=torch.tensor([[3, 9, 5]])).logits for m in (model, load(tiny_low_bit)))
     )
@@ -254,9 +254,9 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_not_the_chat(
 
 def press_at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """A real SIGINT to this process during the session's step of that number."""
-    from weightpath.engine.session import TransformersSession
+    from weightpath.engine.decode import Session
 
-    real, count = TransformersSession.extend, 0
+    real, count = Session.extend, 0
 
     def extend(self: Any, tokens: Any) -> torch.Tensor:
         nonlocal count
@@ -265,4 +265,4 @@ def press_at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             signal.raise_signal(signal.SIGINT)
         return real(self, tokens)
 
-    monkeypatch.setattr(TransformersSession, "extend", extend)
+    monkeypatch.setattr(Session, "extend", extend)
