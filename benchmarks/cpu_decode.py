@@ -11,7 +11,7 @@ decode deep  32 greedy tokens after a prompt of 2,048
 load         from the call that loads to the first token of 8, in a fresh process whose imports are
              done, files in the page cache
 
-One model, the same weights for all (decode_models.py), batch of one. Every product runs in a process
+Ours with 8-bit and with 16-bit activations. One model, the same weights for all (decode_models.py), batch of one. Every product runs in a process
 of its own (peer_workers/), with so many threads and at its best settings; they take turns, and so
 does the read bandwidth of as many threads over 1 GiB. Beside tokens/s stand the bytes of low-bit
 weights that a token reads, times tokens/s, as a share of that bandwidth (keys and values not
@@ -80,8 +80,10 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
                     " ".join(f"{key} {value}" for key, value in versions.items()))
         )  # fmt: skip
 
-    add(f"weightpath ({arguments.engine})", sys.executable, "ours_worker.py", model.folder_bytes,
-        {}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT)  # fmt: skip
+    for bits in (8, 16):  # 8 first: the peers quantize activations to 8 bits too
+        add(f"weightpath W4A{bits}", sys.executable, "ours_worker.py", model.folder_bytes,
+            {}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
+            activation_bits=bits)  # fmt: skip
     python = peer_python("llama", arguments.peers)
     server = str(arguments.llama_server) if arguments.llama_server else None
     if python is None and server is None:
@@ -223,7 +225,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loads", type=int, default=3, help="fresh processes of each product")
-    parser.add_argument("--engine", choices=("transformers", "native"), default="transformers")
+    parser.add_argument("--engine", choices=("transformers", "native"), default="native")
     parser.add_argument("--peers", type=Path, default=REPOSITORY, help="where .venv-NAME lie")
     parser.add_argument("--llama-server", type=Path, help="one built for this machine")
     parser.add_argument("--write", action="store_true")

@@ -1,21 +1,20 @@
 """This package's models in a process of their own; run by its own environment.
 
-    {"do": "load", "folder", "threads", "engine", "context"} -> {"load_seconds", "first_seconds"}
+    {"do": "load", "folder", "threads", "engine", "context",
+     "activation_bits"} -> {"load_seconds", "first_seconds"}
     {"do": "speed", "prompt": [ids], "steps"}
         -> {"prefill_seconds", "decode_seconds", "tokens": [ids]}
     {"do": "versions"} -> {"weightpath"}
 
-engine "transformers" is a forward pass of the model that `weightpath.load` gives, "native" the C++
-decoder. first_seconds: from the request to the first token of a prompt of FIRST ids; imports are
-done by then, in every worker. prefill_seconds: reading a prompt into an empty cache, and its
-argmax. decode_seconds: `steps` more tokens, each the most likely after the last.
+engine as in `weightpath.load`. first_seconds: from the request to the first token of a prompt of
+FIRST ids; imports are done by then, in every worker. prefill_seconds: reading a prompt into an empty
+cache, and its argmax. decode_seconds: `steps` more tokens, each the most likely after the last.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from loop import answer
 from torch import Tensor
 
 from weightpath.engine.load import load
+from weightpath.engine.session import open_session
 from weightpath.version import __version__
 
 FIRST = 8
@@ -30,43 +30,23 @@ Extend = Callable[[Sequence[int]], Tensor]
 """Reads ids into the cache and gives the logits [vocabulary] after the last."""
 
 
-def transformers_session(model: Any) -> Extend:
-    """A session on transformers' cache."""
-    cache: Any = None
-    # transformers < 5.24 has the longer name
-    given = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-
-    @torch.inference_mode()
-    def extend(ids: Sequence[int]) -> Tensor:
-        nonlocal cache
-        asked = {} if cache is None else {given: cache}
-        out = model(input_ids=torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1, **asked)
-        cache = out[given]
-        return out.logits[0, -1]
-
-    return extend
-
-
-def opened(folder: str, engine: str, context: int) -> Callable[[], Extend]:
+def opened(folder: str, engine: str, context: int, activation_bits: int) -> Callable[[], Extend]:
     """A function that begins an empty session."""
-    model = load(folder)
-    if engine == "transformers":
-        return lambda: transformers_session(model)
-    from weightpath.engine.decode import NativeModel  # pyright: ignore[reportMissingImports]
-
-    native = NativeModel(model)
-    return lambda: native.session(context).extend
+    model = load(folder, engine=engine, activation_bits=activation_bits)
+    return lambda: open_session(model, context).extend
 
 
 def main() -> None:
     """Answer until the input ends."""
     begin: Callable[[], Extend] | None = None
 
-    def first(folder: str, threads: int, engine: str, context: int) -> dict[str, Any]:
+    def first(
+        folder: str, threads: int, engine: str, context: int, activation_bits: int
+    ) -> dict[str, Any]:
         nonlocal begin
         start = time.perf_counter()
         torch.set_num_threads(threads)
-        begin = opened(folder, engine, context)
+        begin = opened(folder, engine, context, activation_bits)
         loaded = time.perf_counter()
         int(begin()(range(FIRST)).argmax())
         return {"load_seconds": loaded - start, "first_seconds": time.perf_counter() - start}
