@@ -60,9 +60,7 @@ def rows(name: str, checkpoint: Checkpoint, text: Path, limit: int) -> Iterator[
                 recipe = Recipe(name, __version__, search=search)
                 done = quantize_checkpoint(checkpoint, plan.tensors, folder, recipe)
                 bits = inspect_folder(folder).linear_bits_per_weight
-                for activations in (
-                    (16, 8) if search and scheme.bits == 4 and scheme.symmetric else (16,)
-                ):
+                for activations in (16, 8) if search and scheme.bits == 4 else (16,):
                     model = load(folder, dtype=torch.float32, activation_bits=activations)
                     summary = summarize(compare(reference, model, cut))
                     yield {

@@ -19,7 +19,7 @@ from weightpath.engine.sampling import GREEDY, Sampler, Sampling, TokenLogprob
 from weightpath.engine.session import Session, common_prefix
 from weightpath.errors import BadRequest
 
-CHUNK = 256
+CHUNK = 512
 """Prompt tokens of one step, between which a request can be cancelled."""
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 MOST_STOPS = 16
