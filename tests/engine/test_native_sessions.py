@@ -146,7 +146,8 @@ def test_eight_thousand_tokens_of_context_agree_with_transformers() -> None:
 
 
 def test_a_new_longer_session_leaves_older_ones_right() -> None:
-    native, ids = NativeModel(build_model("llama")), some_ids(20)
+    model = build_model("llama", max_position_embeddings=1024)
+    native, ids = NativeModel(model), some_ids(20)
     short = native.session(context=32)
     short.extend(ids[:10])
     native.session(context=700).extend(ids)
@@ -167,7 +168,8 @@ def test_the_int8_cache_is_half_the_bf16_one_and_costs_little() -> None:
         (lambda n: n.session().extend([]), "extend by no tokens"),
         (lambda n: n.session().extend([128]), "token 128 of a vocabulary of 128"),
         (lambda n: n.session().extend([-1]), "token -1"),
-        (lambda n: n.session(context=0), "a context of 0 tokens"),
+        (lambda n: n.session(context=0), "context 0: the model takes 1 to"),
+        (lambda n: n.session(context=1 << 20), "context 1048576: the model takes 1 to"),
         (lambda n: n.session(context=3).extend([1, 2, 3, 4]), "0 held and 4 more"),
         (lambda n: n.session().truncate(1), "truncate to 1 of 0 tokens"),
         (lambda n: n.extend_many([n.session()], [1, 2]), "1 sessions and 2 tokens"),

@@ -129,10 +129,10 @@ class NativeModel:
 
     def session(self, context: int | None = None) -> Session:
         """A new sequence of at most `context` tokens (default: the model's, at most CONTEXT)."""
-        if context is None:
-            context = min(int(self.config.max_position_embeddings), CONTEXT)
-        if context < 1:
-            raise BadRequest(f"a context of {context} tokens; use 1 or more")
+        most = int(self.config.max_position_embeddings)
+        context = min(most, CONTEXT) if context is None else context
+        if not 1 <= context <= most:
+            raise BadRequest(f"context {context}: the model takes 1 to {most} tokens")
         if not self._tables or self._tables[-1][0].shape[0] < context:
             cosines, sines = native_support.rope_tables(self.model, context)
             self._tables.append((cosines, sines))
