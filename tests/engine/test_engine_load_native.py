@@ -80,6 +80,22 @@ def test_unknown_engines_and_a_kernel_beside_the_native_one_are_refused(tiny_low
     with pytest.raises(BadRequest, match="leave one of them out"):
         load(tiny_low_bit, engine="native", backend="torch")
     assert about(load(tiny_low_bit, engine="auto", backend="torch")).native is None
+    with pytest.raises(BadRequest, match="cache 'int2': unknown; there are bf16, int8, fp32"):
+        load(tiny_low_bit, engine="native", kv_cache="int2")
+    with pytest.raises(BadRequest, match="kv_cache int8 is the native engine's"):
+        load(tiny_low_bit, kv_cache="int8")
+
+
+def test_keys_and_values_are_kept_as_asked(tiny_low_bit: Path) -> None:
+    bf16, int8 = (
+        engine_of(load(tiny_low_bit, engine="native", kv_cache=kind)) for kind in ("bf16", "int8")
+    )
+    assert isinstance(bf16, NativeModel)
+    assert isinstance(int8, NativeModel)
+    assert int8.cache_bytes(1024) < bf16.cache_bytes(1024)
+    ids = IDS[0].tolist()
+    found, wanted = int8.session(64).extend(ids), bf16.session(64).extend(ids)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.05
 
 
 def test_8_bit_activations_reach_the_native_engine(tiny_llama: Path, tmp_path: Path) -> None:

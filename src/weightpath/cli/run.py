@@ -84,6 +84,10 @@ def command(
     engine: str = typer.Option(
         "auto", help="native, transformers, or auto: native where it takes the model."
     ),
+    kv_cache: str = typer.Option(
+        "bf16",
+        help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32.",
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print whole answers as JSON (of a chat, a line a turn)."
     ),
@@ -112,8 +116,9 @@ def command(
     tokenizer = load_tokenizer(place)
     with progress_bar() as progress:
         model = load(
-            place, device, activation_bits=activation_bits, progress=progress, engine=engine
-        )
+            place, device, activation_bits=activation_bits, progress=progress, engine=engine,
+            kv_cache=kv_cache,
+        )  # fmt: skip
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))

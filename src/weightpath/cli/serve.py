@@ -45,6 +45,10 @@ def command(
     engine: str = typer.Option(
         "auto", help="native, transformers, or auto: native where it takes the model."
     ),
+    kv_cache: str = typer.Option(
+        "bf16",
+        help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32.",
+    ),
     json: bool = typer.Option(
         False, "--json", help="Print where it listens, and with what limits, as JSON."
     ),
@@ -72,8 +76,9 @@ def command(
     bound = listening_socket(host, port)  # a port that is taken is said before the model is loaded
     with progress_bar() as progress:
         model = load(
-            place, device, activation_bits=activation_bits, progress=progress, engine=engine
-        )
+            place, device, activation_bits=activation_bits, progress=progress, engine=engine,
+            kv_cache=kv_cache,
+        )  # fmt: skip
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")
     worker = Worker(

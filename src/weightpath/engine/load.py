@@ -110,6 +110,7 @@ def load(
     activation_bits: int | None = None,
     progress: Progress = no_progress,
     engine: str = "transformers",
+    kv_cache: str = "bf16",
 ) -> PreTrainedModel:
     """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
 
@@ -119,10 +120,14 @@ def load(
     "transformers"' modules, the "native" one (a whole step in C++, on the CPU; CannotRun where it
     does not take the model), or "auto", native where it takes the model and a note where not. On
     the native one `generate` takes transformers' common arguments and refuses others by name.
+    kv_cache: of the native engine, bf16, int8 (half the memory; on SmolLM2-135M KLD 7e-4 instead of
+    5e-5, docs/experiments.md) or fp32.
     Raises BadCheckpoint or BadTensor with the mend.
     """
     if engine not in ENGINES:
         raise BadRequest(f"engine '{engine}': unknown; use {', '.join(ENGINES)}")
+    if kv_cache != "bf16" and engine != "native":
+        raise BadRequest(f"kv_cache {kv_cache} is the native engine's; load with engine native too")
     if engine == "native" and backend is not None:
         raise BadRequest(
             f"engine native and backend '{backend}': it runs on the compiled kernels alone; "
@@ -183,11 +188,11 @@ def load(
         run_as_floats, (*empty, *left_out),
     )  # fmt: skip
     if engine == "native" or (engine == "auto" and backend is None):
-        _attach_native(model, required=engine == "native")
+        _attach_native(model, kv_cache, required=engine == "native")
     return model
 
 
-def _attach_native(model: PreTrainedModel, required: bool) -> None:
+def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> None:
     """The native engine beside the model, for its sessions and as its `generate`; a note where it
     does not take the model, or CannotRun where it is required."""
     about: Any = model.weightpath
@@ -198,7 +203,7 @@ def _attach_native(model: PreTrainedModel, required: bool) -> None:
         note = f"runs on transformers' modules, not on the native engine: {reason}"
         model.weightpath = replace(about, notes=(*about.notes, note))  # type: ignore[assignment]
         return
-    native = NativeModel(model)
+    native = NativeModel(model, cache=kv_cache)
     model.weightpath = replace(about, native=native)  # type: ignore[assignment]
     model.generate = partial(  # type: ignore[assignment]
         generate_like_transformers, native, default_config=model.generation_config
