@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.markup import escape
 
 from weightpath.cli.interrupt import CODE as INTERRUPTED
 from weightpath.cli.interrupt import stopping
-from weightpath.cli.show import emit_json, progress_bar, stderr
+from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, loaded
+from weightpath.cli.show import emit_json, stderr
 from weightpath.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -79,15 +79,10 @@ def command(
     context: int = typer.Option(
         None, min=2, help="Most tokens of a prompt and its answer; without it, the model's own."
     ),
-    activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
-    engine: str = typer.Option(
-        "auto", help="native, transformers, or auto: native where it takes the model."
-    ),
-    kv_cache: str = typer.Option(
-        "bf16",
-        help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32.",
-    ),
+    activation_bits: int = BITS,
+    device: str = DEVICE,
+    engine: str = ENGINE,
+    kv_cache: str = KV_CACHE,
     json: bool = typer.Option(
         False, "--json", help="Print whole answers as JSON (of a chat, a line a turn)."
     ),
@@ -102,7 +97,7 @@ def command(
     from weightpath.checkpoints.locate import place_of
     from weightpath.checkpoints.low_bit import open_low_bit
     from weightpath.engine.generate import stop_ids
-    from weightpath.engine.load import load, load_tokenizer
+    from weightpath.engine.load import load_tokenizer
     from weightpath.engine.sampling import Sampling
     from weightpath.engine.stream import Limits
 
@@ -114,13 +109,7 @@ def command(
     place = place_of(folder)
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
-    with progress_bar() as progress:
-        model = load(
-            place, device, activation_bits=activation_bits, progress=progress, engine=engine,
-            kv_cache=kv_cache,
-        )  # fmt: skip
-    for note in model.weightpath.notes:  # type: ignore[union-attr]
-        stderr.print(f"[dim]note: {escape(note)}[/dim]")
+    model = loaded(place, device, activation_bits, engine, kv_cache)
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))
     asked = _Asked(model, tokenizer, system, sampling, limits, logprobs, context, json)
     if interactive:

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from weightpath.cli.show import emit_json, progress_bar, stderr
+from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, loaded
+from weightpath.cli.show import emit_json, stderr
 from weightpath.errors import BadRequest
 
 NAME = "serve"
@@ -40,15 +41,10 @@ def command(
     model_name: str = typer.Option(
         None, help="What clients call the model; without it, DIR's last part or the id."
     ),
-    activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
-    engine: str = typer.Option(
-        "auto", help="native, transformers, or auto: native where it takes the model."
-    ),
-    kv_cache: str = typer.Option(
-        "bf16",
-        help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32.",
-    ),
+    activation_bits: int = BITS,
+    device: str = DEVICE,
+    engine: str = ENGINE,
+    kv_cache: str = KV_CACHE,
     json: bool = typer.Option(
         False, "--json", help="Print where it listens, and with what limits, as JSON."
     ),
@@ -62,7 +58,7 @@ def command(
     from weightpath.checkpoints.locate import place_of
     from weightpath.checkpoints.low_bit import open_low_bit
     from weightpath.engine.generate import stop_ids
-    from weightpath.engine.load import load, load_tokenizer
+    from weightpath.engine.load import load_tokenizer
     from weightpath.engine.session import engine_of
     from weightpath.serve.api import create_app
     from weightpath.serve.defaults import default_sampling
@@ -74,13 +70,7 @@ def command(
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
     bound = listening_socket(host, port)  # a port that is taken is said before the model is loaded
-    with progress_bar() as progress:
-        model = load(
-            place, device, activation_bits=activation_bits, progress=progress, engine=engine,
-            kv_cache=kv_cache,
-        )  # fmt: skip
-    for note in model.weightpath.notes:  # type: ignore[union-attr]
-        stderr.print(f"[dim]note: {escape(note)}[/dim]")
+    model = loaded(place, device, activation_bits, engine, kv_cache)
     worker = Worker(
         engine_of(model), tokenizer,
         context=context, max_queue=max_queue, sessions=sessions, at_once=at_once,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
 from weightpath.kernels import cpu, reference
-from weightpath.layouts.cpu_tiles import CpuTiles
-from weightpath.nn.low_bit_linear import LowBitLinear, Plain, plain_of
+from weightpath.layouts.cpu_tiles import CpuTiles, unpack
+from weightpath.nn.low_bit_linear import LowBitLinear, Plain
 from weightpath.quantize.rtn import quantize_rtn
 from weightpath.qweight import QWeight
 from weightpath.scheme import Scheme
@@ -101,7 +101,7 @@ class Int4Linear(LowBitLinear):
         return cpu.pack_parts(*parts, bits=4, group_size=size)
 
     def _from_tiles(self, tiles: CpuTiles) -> Plain:
-        codes, scales, zeros = plain_of(tiles)
+        codes, scales, zeros = unpack(tiles)
         return {"packed": reference.pack_nibbles(codes), "scales": scales, "zeros": zeros}
 
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:

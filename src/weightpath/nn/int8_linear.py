@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
 from weightpath.kernels import cpu, reference
-from weightpath.layouts.cpu_tiles import CpuTiles
-from weightpath.nn.low_bit_linear import LowBitLinear, Plain, plain_of
+from weightpath.layouts.cpu_tiles import CpuTiles, unpack
+from weightpath.nn.low_bit_linear import LowBitLinear, Plain
 from weightpath.quantize.int8 import quantize_per_channel
 from weightpath.qweight import QWeight
 from weightpath.scheme import INT8, PER_CHANNEL
@@ -73,7 +73,7 @@ class Int8Linear(LowBitLinear):
         )
 
     def _from_tiles(self, tiles: CpuTiles) -> Plain:
-        codes, scales, _ = plain_of(tiles)
+        codes, scales, _ = unpack(tiles)
         return {"codes": (codes ^ 128).view(torch.int8), "scale": scales[:, 0].contiguous()}
 
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:

@@ -17,6 +17,7 @@ if this module itself is asked for a product.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.kernels.choose import Choice, Layer, choose
-from weightpath.layouts import cpu_tiles
 from weightpath.layouts.cpu_tiles import CpuTiles
 from weightpath.scheme import Scheme
 
@@ -36,7 +36,7 @@ Plain = dict[str, Any]
 _forming = threading.Lock()
 
 
-class LowBitLinear(nn.Module):
+class LowBitLinear(nn.Module, ABC):
     """y = x @ weight.T + bias on low-bit codes; x [..., K] float, y [..., N]."""
 
     PLAIN: ClassVar[tuple[str, ...]]
@@ -57,17 +57,17 @@ class LowBitLinear(nn.Module):
 
     # The subclass's part.
 
+    @abstractmethod
     def _to_tiles(self) -> CpuTiles:
         """The plain buffers laid out."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _from_tiles(self, tiles: CpuTiles) -> Plain:
         """The plain buffers' values, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
         """The product in plain torch."""
-        raise NotImplementedError
 
     @property
     def activation_bits(self) -> int:
@@ -243,8 +243,3 @@ class LowBitLinear(nn.Module):
     def extra_repr(self) -> str:
         """What print(model) shows of it."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self.scheme.name}"
-
-
-def plain_of(tiles: CpuTiles) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [N, K], scales and zeros of tiles, in memory of their own."""
-    return cpu_tiles.unpack(tiles)
