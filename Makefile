@@ -74,6 +74,7 @@ bench: $(VENV)/.installed
 bench-decode: $(VENV)/.installed
 	$(BIN)/python tests/interop/install_peer.py --under $(PEERS) llama openvino
 	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/cpu_decode.py --cache $(CACHE) --peers $(PEERS) --write
+	GOMP_SPINCOUNT=10000 $(BIN)/python benchmarks/native_steps.py --write
 
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard cpp/*)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'weightpath needs Python 3.11 or newer; try make PYTHON=python3.11')"
