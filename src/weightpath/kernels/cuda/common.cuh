@@ -3,7 +3,8 @@
 // needed, so that the run-time compiler alone builds it.
 //
 // Set by the compile call: BITS 4 or 8; BF16 1 or 0 (fp16); ASYM 1 or 0; GROUP 32, 64 (any multiple
-// of it) or 0 (one scale a row); SCALE_BYTES 2 or 4; SCALE_BF16 1 or 0.
+// of it) or 0 (one scale a row); SCALE_BYTES 2 or 4; SCALE_BF16 1 or 0; EARLY 1 where the launch lets
+// a kernel start before the one before it has ended (sm_90 and later), else 0.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -14,6 +15,19 @@ typedef unsigned long long u64;
 
 static __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return (u32)__cvta_generic_to_shared(pointer);
+}
+
+// Weights may be copied before the kernel before this one has ended; x, and what is written, not.
+static __device__ __forceinline__ void wait_for_kernels_before() {
+#if EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void let_kernels_after_start() {
+#if EARLY
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // (a & mask) | magic

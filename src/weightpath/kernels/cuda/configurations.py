@@ -14,58 +14,80 @@ SHARED_A_BLOCK = 232_448
 
 @dataclass(frozen=True)
 class Mma:
-    """tiles_mma.cu: row_tiles (R) of 16 weight rows a warp, WN x WK warps, `tokens` of x a block."""
+    """tiles_mma.cu: `rows` of x a block, row_tiles (R) of 16 weight rows a warp, WN x WK warps,
+    steps of one or two blocks of 64 columns, stages of them ahead, blocks a multiprocessor."""
 
-    tokens: int
+    rows: int
     row_tiles: int
     warps_n: int
     warps_k: int
     stages: int
+    blocks_a_step: int
     blocks: int
+
+    @property
+    def tokens(self) -> int:
+        """Columns of the product: rows of x, up to whole eights."""
+        return -(-self.rows // 8) * 8
 
 
 @dataclass(frozen=True)
 class Wgmma:
-    """tiles_wgmma.cu: `tokens` of x by 128 rows of the weight a tile; split blocks share its columns."""
+    """tiles_wgmma.cu: `tokens` of x by 64 * groups rows of the weight a tile; `split` blocks divide
+    its columns, `share` tiles beside one another copy x once."""
 
+    groups: int
     tokens: int
     stages: int
     split: int
+    share: int
     blocks: int
 
 
 def mma_for(rows: int, out_features: int, bits: int, multiprocessors: int) -> Mma:
     """The kernel for 1 to 32 rows of x (more: in passes of 32)."""
-    tokens = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    tiles = (out_features + 63) // 64 * 4
-    if tokens == 8:
-        if tiles < 6 * multiprocessors:
-            return Mma(8, 1, 1, 8, 6, 3)
-        return Mma(8, 2, 1, 8, 4, 3)
-    if tokens == 16:
-        if tiles < 6 * multiprocessors:
-            return Mma(16, 1, 2, 8, 4, 1)
-        return Mma(16, 2, 2, 4, 4, 2)
-    if tiles < 6 * multiprocessors:
-        return Mma(32, 1, 2, 8, 4, 1)
-    return Mma(32, 2, 2, 4, 4, 2)
+    few = (out_features + 63) // 64 * 4 < 6 * multiprocessors
+    if rows <= 8:
+        held = 1 if rows == 1 else 4 if rows <= 4 else 8
+        if bits == 8:
+            return Mma(held, 2, 1, 8, 3, 1, 1) if few else Mma(held, 4, 1, 4, 2, 1, 3)
+        if few:
+            return Mma(held, 2, 1, 8, 2, 4, 1) if held <= 4 else Mma(held, 2, 1, 8, 3, 2, 1)
+        return Mma(held, 4, 1, 4, 2, 2, 4)
+    if rows <= 16:
+        if bits == 8:
+            return Mma(16, 2, 1, 8, 3, 1, 1) if few else Mma(16, 2, 4, 2, 3, 1, 2)
+        return Mma(16, 2, 1, 8, 3, 1, 2) if few else Mma(16, 4, 2, 2, 4, 2, 2)
+    if bits == 8:
+        return Mma(32, 2, 1, 8, 3, 1, 1) if few else Mma(32, 2, 4, 2, 3, 1, 1)
+    return Mma(32, 2, 1, 8, 4, 1, 1) if few else Mma(32, 2, 4, 2, 2, 2, 2)
+
+
+WGMMA_KINDS: dict[tuple[int, int, int], tuple[float, int]] = {
+    (3, 64, 1): (0.48, 6),
+    (2, 64, 2): (0.61, 6),
+    (2, 128, 1): (0.44, 4),
+    (3, 128, 1): (0.61, 4),
+    (1, 256, 1): (0.39, 4),
+    (2, 256, 1): (0.66, 4),
+}
+"""(groups, tokens, blocks a multiprocessor) -> microseconds for a block of 64 columns with every place
+taken, and stages. Fitted to the sweep of 4-bit products on an H200 in docs/experiments.md."""
+SPLIT_COSTS = {1: 3.0, 2: 5.0, 4: 6.0, 8: 12.0}
+"""split -> microseconds of a launch beside its blocks of columns, from the same sweep."""
 
 
 def wgmma_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Wgmma:
-    """The kernel for any number of rows of x on sm_90."""
-    blocks = (out_features + 127) // 128
-    if rows <= 64:
-        tokens = 64
-    elif rows <= 128 or blocks * ((rows + 255) // 256) < multiprocessors:
-        tokens = 128
-    else:
-        tokens = 256
-    tiles = blocks * ((rows + tokens - 1) // tokens)
-    resident = 2 if tokens == 64 else 1
-    split = 1
-    while (
-        split < 8 and tiles * split * 2 <= multiprocessors * resident and in_features >= 512 * split
-    ):
-        split *= 2
-    stages = {64: 6, 128: 6, 256: 4}[tokens]
-    return Wgmma(tokens, stages, split, resident)
+    """The kernel for any number of rows of x on sm_90: the one with the lowest estimate."""
+    chunks = (in_features + 63) // 64
+    best, least = Wgmma(2, 256, 4, 1, 1, 1), float("inf")
+    for (groups, tokens, resident), (time, stages) in WGMMA_KINDS.items():
+        tiles = -(-out_features // (64 * groups)) * -(-rows // tokens)
+        for split, start in SPLIT_COSTS.items():
+            if split > 1 and (tokens == 256 or tiles * split > multiprocessors * resident):
+                continue
+            turns = -(-tiles * split // (multiprocessors * resident))
+            estimate = start + turns * -(-chunks // split) * time
+            if estimate < least:
+                best, least = Wgmma(groups, tokens, stages, split, 1, resident), estimate
+    return best

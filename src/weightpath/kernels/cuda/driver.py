@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from weightpath.errors import CannotRun
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_...
 SWIZZLE_128, PROMOTE_256 = 3, 3
@@ -63,17 +64,53 @@ def load(cubin: bytes, name: str, shared: int) -> Function:
     return Function(function, shared)
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: which one, and a value in the first of 64 bytes."""
+
+    _fields_: ClassVar = [
+        ("name", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_uint8 * 60),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_: ClassVar = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 def launch(
-    function: Function, grid: tuple[int, int], threads: int, arguments: Sequence[Any]
+    function: Function,
+    grid: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Any],
+    early: bool,
 ) -> None:
-    """Start it on torch's current stream. arguments: ctypes values, in the kernel's order."""
+    """Start it on torch's current stream. arguments: ctypes values, in the kernel's order. early: it
+    may start before the kernel before it has ended; it waits itself before it reads that one's
+    results."""
     pointers = (ctypes.c_void_p * len(arguments))(
         *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in arguments)
     )
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    status = _cuda().cuLaunchKernel(
-        function.handle, grid[0], grid[1], 1, threads, 1, 1, function.shared, stream, pointers, None
+    attribute = _Attribute(name=STARTS_EARLY, value=1)
+    launch = _Launch(
+        (grid[0], grid[1], 1),
+        (threads, 1, 1),
+        function.shared,
+        torch.cuda.current_stream().cuda_stream,
+        ctypes.pointer(attribute),
+        int(early),
     )
+    status = _cuda().cuLaunchKernelEx(ctypes.byref(launch), function.handle, pointers, None)
     _check(status, "a launch")
 
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightpath.errors import BadRequest
 from weightpath.kernels.cuda import compiler, driver
-from weightpath.kernels.cuda.configurations import Mma, Wgmma, mma_for, wgmma_for
+from weightpath.kernels.cuda.configurations import MOST_MMA_ROWS, Mma, Wgmma, mma_for, wgmma_for
 from weightpath.layouts.gpu_tiles import GpuTiles
 
 DTYPES = (torch.bfloat16, torch.float16)
 X_ALIGNMENT = 16
 """Bytes: of x's address and row stride, since rows are copied 16 bytes at a time."""
 OLDEST = (8, 0)
+HOPPER = "sm_90a"
+EARLY = True
+"""Whether a launch may start, copying weights, before the kernel before it has ended (sm_90 on)."""
 
 
 @cache
@@ -89,22 +91,25 @@ def _machine(index: int) -> tuple[int, str]:
 def _configured(x: Tensor, tiles: GpuTiles) -> Mma | Wgmma:
     multiprocessors, architecture = _machine(x.get_device())
     n, k = tiles.out_features, tiles.in_features
-    if x.shape[0] <= MOST_MMA_ROWS or architecture != "sm_90a":
+    if x.shape[0] <= MOST_MMA_ROWS or architecture != HOPPER:
         return mma_for(x.shape[0], n, tiles.bits, multiprocessors)
     return wgmma_for(x.shape[0], n, k, multiprocessors)
 
 
-MOST_MMA_ROWS = 32
-
-
-def settings_of(tiles: GpuTiles, dtype: torch.dtype) -> dict[str, int]:
+def settings_of(tiles: GpuTiles, dtype: torch.dtype, configuration: Mma | Wgmma) -> dict[str, int]:
     """What common.cuh is compiled for."""
-    scale = tiles.scales.dtype
+    scale, wide = (
+        tiles.scales.dtype,
+        isinstance(configuration, Mma) and configuration.blocks_a_step > 1,
+    )
+    group = 0 if tiles.groups == 1 else 32 if tiles.group_size == 32 else 64
+    if group == 64 and wide and tiles.group_size % 128 == 0:
+        group = 128
     return {
         "BITS": tiles.bits,
         "BF16": int(dtype == torch.bfloat16),
         "ASYM": int(tiles.zeros is not None),
-        "GROUP": 0 if tiles.groups == 1 else 32 if tiles.group_size == 32 else 64,
+        "GROUP": group,
         "SCALE_BYTES": scale.itemsize,
         "SCALE_BF16": int(scale == torch.bfloat16),
     }
@@ -113,19 +118,21 @@ def settings_of(tiles: GpuTiles, dtype: torch.dtype) -> dict[str, int]:
 def shared_bytes(settings: dict[str, int], configuration: Mma | Wgmma) -> int:
     """Dynamic shared memory of a block."""
     bits, scale = settings["BITS"], settings["SCALE_BYTES"]
-    parts = 0 if not settings["GROUP"] else 2 if settings["GROUP"] == 32 else 1
-    a_row = parts * (scale + settings["ASYM"])  # bytes of scales and zeros a weight row and chunk
+    parts = {0: 0, 32: 2, 64: 1, 128: 1}[settings["GROUP"]]
     if isinstance(configuration, Mma):
         c = configuration
+        parts *= c.blocks_a_step // 2 if settings["GROUP"] == 128 else c.blocks_a_step
         rows = 16 * c.row_tiles * c.warps_n
-        stage = rows * 8 * bits + rows * a_row + c.tokens * 128
+        columns = c.blocks_a_step * (rows * 8 * bits + c.tokens * 128)
+        stage = columns + rows * parts * (scale + settings["ASYM"])
         ring = c.warps_k * c.stages * stage
         return max(ring, c.warps_k * c.tokens * (rows + 4) * 4)
-    tokens = configuration.tokens
-    stage = tokens * 128 + 1024 * bits + 128 * a_row
+    tokens, rows = configuration.tokens, 64 * configuration.groups
+    a_row = parts * (scale + settings["ASYM"])  # bytes of scales and zeros a row and block
+    stage = tokens * 128 + rows * (8 * bits + a_row)
     ring = configuration.stages * (-(-stage // 1024) * 1024)
-    last = tokens * 256 if configuration.split == 1 else 0
-    partial = tokens * 132 * 4 if configuration.split > 1 else 0
+    last = tokens * rows * 2 if configuration.split == 1 else 0
+    partial = tokens * (rows + 4) * 4 if configuration.split > 1 else 0
     return max(ring + last + 16 * configuration.stages, partial + 16 * configuration.stages) + 1024
 
 
@@ -147,11 +154,18 @@ def program(
     common = compiler.source("common.cuh")
     if isinstance(c, Mma):
         own = {
-            "NT": c.tokens // 8, "R": c.row_tiles, "WN": c.warps_n, "WK": c.warps_k,
-            "STAGES": c.stages, "BLOCKS": c.blocks,
+            "ROWS": c.rows, "NT": c.tokens // 8, "R": c.row_tiles, "WN": c.warps_n,
+            "WK": c.warps_k, "STAGES": c.stages, "C": c.blocks_a_step, "BLOCKS": c.blocks,
         }  # fmt: skip
         return common + compiler.source("tiles_mma.cu"), "tiles_mma", {**settings, **own}
-    own = {"COLUMNS": c.tokens, "STAGES": c.stages, "SPLIT": c.split, "BLOCKS": c.blocks}
+    own = {
+        "GROUPS": c.groups,
+        "COLUMNS": c.tokens,
+        "STAGES": c.stages,
+        "SPLIT": c.split,
+        "SHARE": c.share,
+        "BLOCKS": c.blocks,
+    }
     instruction = _wgmma_instruction(c.tokens, bool(settings["BF16"]))
     text = common + instruction + compiler.source("tiles_wgmma.cu")
     return text, "tiles_wgmma", {**settings, **own}
@@ -175,23 +189,25 @@ def _run(
     x: Tensor, tiles: GpuTiles, bias: Tensor | None, y: Tensor, configuration: Mma | Wgmma
 ) -> None:
     c, index = configuration, x.get_device()
-    settings = settings_of(tiles, x.dtype)
+    early = EARLY and _machine(index)[1] >= "sm_90"
+    settings = {**settings_of(tiles, x.dtype, c), "EARLY": int(early)}
     function = _function(tuple(settings.items()), c, index)
     m, n = x.shape[0], tiles.out_features
-    whole = 1 if tiles.groups == 1 else max(1, tiles.group_size // 64)
-    numbers: list[Any] = [tiles.chunks, tiles.groups, whole, int(y.dtype == torch.float32)]
+    whole = max(1, tiles.group_size // 64)  # blocks of columns a group; its inverse for __umulhi
+    inverse = 0 if whole == 1 else -(-(1 << 32) // whole)
+    numbers = [tiles.chunks, tiles.groups, inverse, int(y.dtype == torch.float32)]
     weight = [driver.pointer(t) for t in (tiles.codes, tiles.scales, tiles.zeros)]
     if isinstance(c, Mma):
         rows = 16 * c.row_tiles * c.warps_n
-        grid = (-(-n // rows), -(-m // c.tokens))
+        grid = (-(-n // rows), -(-m // c.rows))
         own = [driver.pointer(x), driver.pointer(bias), driver.pointer(y)]
         integers = [m, n, tiles.in_features, x.stride(0), *numbers]
         arguments = [*weight, *own, *map(ctypes.c_int, integers)]
-        driver.launch(function, grid, 32 * c.warps_n * c.warps_k, arguments)
+        driver.launch(function, grid, 32 * c.warps_n * c.warps_k, arguments, early)
         return
-    blocks = -(-n // 128) * -(-m // c.tokens)
-    most = _machine(index)[0] * c.blocks
-    grid = (blocks * c.split if c.split > 1 else min(blocks, most), 1)
-    own = [driver.tensor_map(x, c.tokens), driver.pointer(bias), driver.pointer(y)]
+    units, cluster = -(-n // (64 * c.groups * c.share)) * -(-m // c.tokens), c.split * c.share
+    most = _machine(index)[0] * c.blocks // cluster
+    grid = (cluster * (units if c.split > 1 else min(units, most)), 1)
+    own = [driver.tensor_map(x, c.tokens // c.share), driver.pointer(bias), driver.pointer(y)]
     arguments = [*weight, *own, *map(ctypes.c_int, [m, n, *numbers])]
-    driver.launch(function, grid, 384 if c.tokens == 256 else 288, arguments)
+    driver.launch(function, grid, 128 * (c.groups + 1), arguments, early)

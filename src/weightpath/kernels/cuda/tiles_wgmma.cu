@@ -1,27 +1,35 @@
 // out[m, n] = sum_k x[m, k] w[n, k] + bias[n] for many rows of x, on Hopper's wgmma (sm_90a).
 //
-// Weights are the left operand, in registers: two warpgroups of 64 of their rows each, by COLUMNS
-// rows of x, which lie in shared memory. A ninth warp copies x (a tensor map: 128-byte swizzle, zeros
+// Weights are the left operand, in registers: GROUPS warpgroups of 64 of their rows each, by
+// COLUMNS rows of x, which lie in shared memory. Four more warps copy x (a tensor map: 128-byte swizzle, zeros
 // beyond the matrix), codes, scales and zeros, STAGES blocks of 64 columns ahead. While one block's
-// products run, the next one's codes are unpacked and scaled; the two warpgroups fill each other's
+// products run, the next one's codes are unpacked and scaled; the warpgroups fill each other's
 // waits. SPLIT > 1: a cluster of so many blocks shares the columns of a tile, adds its partial sums
 // through distributed shared memory in a fixed order. SPLIT = 1: blocks take tile after tile, the
-// ninth warp already copying the next one's.
+// copying warps already at the next one's.
 //
-// Set by the compile call beside common.cuh's: COLUMNS, STAGES, SPLIT, BLOCKS. WGMMA(d, a, descriptor)
+// SHARE > 1: a cluster of so many
+// tiles of the weight copies each part of x once, for all of them.
+//
+// Set by the compile call beside common.cuh's: GROUPS, COLUMNS, STAGES, SPLIT, SHARE,
+// BLOCKS. WGMMA(d, a, descriptor)
 // is generated in tiles_linear.py, since its text lists COLUMNS / 2 registers.
 
-#define CODE_BYTES (BITS * 1024)  // of 128 rows
+#define ROWS (64 * GROUPS)  // of the weight a tile
+#define CODE_BYTES (BITS * 8 * ROWS)
 #define SCALES_STAGED (GROUP != 0)
-#define SCALE_AREA (SCALES_STAGED ? 128 * SCALE_BYTES * GROUPS_A_CHUNK : 0)
-#define ZERO_AREA (SCALES_STAGED && ASYM ? 128 * GROUPS_A_CHUNK : 0)
+#define SCALE_AREA (SCALES_STAGED ? ROWS * SCALE_BYTES * GROUPS_A_CHUNK : 0)
+#define ZERO_AREA (SCALES_STAGED && ASYM ? ROWS * GROUPS_A_CHUNK : 0)
 #define X_BYTES (COLUMNS * 128)
 #define STAGE_BYTES ((X_BYTES + CODE_BYTES + SCALE_AREA + ZERO_AREA + 1023) / 1024 * 1024)
 #define COPIED_BYTES (X_BYTES + CODE_BYTES + SCALE_AREA + ZERO_AREA)
 #define SUMS (COLUMNS / 2)
-// With 128 sums a thread, the copying warp's registers go to the others: that takes a whole warpgroup.
-#define MOVE_REGISTERS (COLUMNS == 256)
-#define THREADS (MOVE_REGISTERS ? 384 : 288)
+#define COPYING_WARPS (2 + SCALES_STAGED + (SCALES_STAGED && ASYM))
+// Registers that the copying warps leave to the others, where those need them.
+#define MOVE_REGISTERS (GROUPS == 2 && (COLUMNS == 256 || (COLUMNS >= 64 && BLOCKS == 2)))
+#define THREADS (128 * (GROUPS + 1))
+#define CLUSTER (SPLIT * SHARE)
+#define M_TILES_TOGETHER 8  // tiles of x that are taken in turns, so that they stay in the L2 cache
 
 struct __align__(64) TensorMap {
   u8 bytes[128];
@@ -33,6 +41,13 @@ static __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 
 static __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same barrier of another block of the cluster.
+static __device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {
+  asm volatile(
+      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
 }
 
 static __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
@@ -51,10 +66,17 @@ static __device__ __forceinline__ void copy_bulk(u32 to, const void* from, int b
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-static __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+// A box of x to this block, or to all those of `blocks`, a mask, at the same place in each.
+static __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 blocks) {
+#if SHARE > 1
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
+#else
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+#endif
 }
 
 static __device__ __forceinline__ void cluster_sync() {
@@ -66,7 +88,7 @@ static __device__ __forceinline__ u32 dup2(float value) { return pack2(value, va
 // One block of columns of this warp's 16 rows: codes to the left operands of its four steps.
 static __device__ __forceinline__ void unpack_chunk(const u8* stage, int half, int warp, int lane, u32 zero_pair,
                                                     u32 (&a)[4][4]) {
-  const u8* const codes = stage + X_BYTES + half * (CODE_BYTES / 2) + warp * (CODE_BYTES / 8) + lane * 16;
+  const u8* const codes = stage + X_BYTES + half * (CODE_BYTES / GROUPS) + warp * (CODE_BYTES / GROUPS / 4) + lane * 16;
   const int g = lane >> 2;
 #if BITS == 4
   const uint4 words = *(const uint4*)codes;
@@ -119,87 +141,133 @@ static __device__ __forceinline__ void multiply_chunk(float (&d)[SUMS], const u3
 
 #define WAIT_FOR_PRODUCTS() asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory")
 
+// The order of tiles: some tiles of x in turns for each tile of the weight, so that it is read once.
+static __device__ __forceinline__ void place_of(int tile, int m_tiles, int n_tiles, int& m_tile, int& n_tile) {
+  const int band = tile / (M_TILES_TOGETHER * n_tiles), first = band * M_TILES_TOGETHER;
+  const int height = min(M_TILES_TOGETHER, m_tiles - first), within = tile - first * n_tiles;
+  m_tile = first + within % height;
+  n_tile = within / height;
+}
+
 static __device__ __forceinline__ void keep(float (&d)[SUMS]) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-#if SPLIT > 1
-    __cluster_dims__(SPLIT, 1, 1)
+#if CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
 #endif
 tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u8* __restrict__ zeros,
             const __grid_constant__ TensorMap x, const u16* __restrict__ bias, void* __restrict__ out,
-            int m_all, int n_all, int chunks, int groups, int chunks_a_group, int out_fp32) {
+            int m_all, int n_all, int chunks, int groups, u32 group_inverse, int out_fp32) {
   extern __shared__ u8 memory_start[];
   u8* const memory = memory_start + (-shared_address(memory_start) & 1023);
-  u8* const out_tile = memory + STAGES * STAGE_BYTES;  // SPLIT 1: 16-bit [COLUMNS][128]
-  const u32 full = shared_address(memory) + STAGES * STAGE_BYTES + (SPLIT == 1 ? COLUMNS * 256 : 0);
+  u8* const out_tile = memory + STAGES * STAGE_BYTES;  // SPLIT 1: 16-bit [COLUMNS][ROWS]
+  const u32 full = shared_address(memory) + STAGES * STAGE_BYTES + (SPLIT == 1 ? COLUMNS * ROWS * 2 : 0);
   const u32 empty = full + 8 * STAGES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int m_tiles = (m_all + COLUMNS - 1) / COLUMNS, blocks64 = (n_all + 63) / 64;
-  const int tiles = (blocks64 + 1) / 2 * m_tiles;
-  int rank = 0;
-#if SPLIT > 1
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  // SHARE tiles beside one another make one unit of work, of a cluster that shares each copy of x.
+  const int n_units = ((blocks64 + GROUPS - 1) / GROUPS + SHARE - 1) / SHARE, units = n_units * m_tiles;
+  int in_cluster = 0;
+#if CLUSTER > 1
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(in_cluster));
 #endif
+  const int rank = in_cluster / SHARE, sharer = in_cluster % SHARE;
   const int first_chunk = rank * chunks / SPLIT, mine = (rank + 1) * chunks / SPLIT - first_chunk;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 2);
+      barrier_init(full + 8 * s, COPYING_WARPS);
+      barrier_init(empty + 8 * s, 4 * GROUPS * SHARE);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+#if SHARE > 1
+  cluster_sync();
+#else
   __syncthreads();
-  const int step = gridDim.x / SPLIT;
+#endif
+  let_kernels_after_start();
+  const int step = gridDim.x / CLUSTER;
 
-  if (warp >= 8) {
+  if (warp >= 4 * GROUPS) {
+    // Four copying warps: x, codes, scales, zeros. One thread of each issues its copies.
 #if MOVE_REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(BLOCKS == 2 ? 32 : 40));
 #endif
-    if (threadIdx.x == 256) {
-      int at = 0;
-      for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-        const int m0 = tile % m_tiles * COLUMNS, block = tile / m_tiles * 2;
-        for (int i = 0; i < mine; ++i, ++at) {
-          const int s = at % STAGES, turn = at / STAGES, chunk = first_chunk + i;
-          if (turn) barrier_wait(empty + 8 * s, (turn - 1) & 1);
-          const u32 barrier = full + 8 * s, to = shared_address(memory + s * STAGE_BYTES);
-          barrier_expect(barrier, COPIED_BYTES);
-          copy_box(to, &x, chunk * 64, m0, barrier);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const u64 b = min(block + half, blocks64 - 1);
-            copy_bulk(to + X_BYTES + half * (CODE_BYTES / 2), codes + (b * chunks + chunk) * (CODE_BYTES / 2),
-                      CODE_BYTES / 2, barrier);
-#if GROUP != 0
-            const int group = GROUP == 32 ? 2 * chunk : chunk / chunks_a_group;
-            copy_bulk(to + X_BYTES + CODE_BYTES + half * (SCALE_AREA / 2),
-                      scales + (b * groups + group) * 64 * SCALE_BYTES, SCALE_AREA / 2, barrier);
-#if ASYM
-            copy_bulk(to + X_BYTES + CODE_BYTES + SCALE_AREA + half * (ZERO_AREA / 2),
-                      zeros + (b * groups + group) * 64, ZERO_AREA / 2, barrier);
-#endif
-#endif
+    const int role = warp - 4 * GROUPS;
+    if (lane == 0 && role < COPYING_WARPS) {
+      int s = 0, turn = 0;
+      const auto free_stage = [&](int bytes) {
+        if (turn) barrier_wait(empty + 8 * s, (turn - 1) & 1);
+        barrier_expect(full + 8 * s, bytes);
+        return shared_address(memory) + s * STAGE_BYTES;
+      };
+      const auto next = [&]() {
+        if (++s == STAGES) s = 0, ++turn;
+      };
+      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += step) {
+        int m_tile, n_tile;
+        place_of(unit, m_tiles, n_units, m_tile, n_tile);
+        n_tile = n_tile * SHARE + sharer;
+        const auto block_of = [&](int half) { return (u64)min(n_tile * GROUPS + half, blocks64 - 1); };
+        if (role == 0) {
+          wait_for_kernels_before();
+          for (int i = 0; i < mine; ++i, next()) {
+            const u32 to = free_stage(X_BYTES);
+            copy_box(to + sharer * (X_BYTES / SHARE), &x, (first_chunk + i) * 64,
+                     m_tile * COLUMNS + sharer * (COLUMNS / SHARE), full + 8 * s, (u16)(((1 << SHARE) - 1) << rank * SHARE));
           }
+        } else if (role == 1) {
+          const u8* from[GROUPS];
+#pragma unroll
+          for (int half = 0; half < GROUPS; ++half)
+            from[half] = codes + (block_of(half) * chunks + first_chunk) * (CODE_BYTES / GROUPS);
+          for (int i = 0; i < mine; ++i, next()) {
+            const u32 to = free_stage(CODE_BYTES) + X_BYTES;
+#pragma unroll
+            for (int half = 0; half < GROUPS; ++half) {
+              copy_bulk(to + half * (CODE_BYTES / GROUPS), from[half], CODE_BYTES / GROUPS, full + 8 * s);
+              from[half] += CODE_BYTES / GROUPS;
+            }
+          }
+        } else {
+#if GROUP != 0
+          const int bytes = role == 2 ? SCALE_AREA : ZERO_AREA, a_group = role == 2 ? 64 * SCALE_BYTES : 64;
+          const u8* const all = role == 2 ? scales : zeros;
+          const u8* from[GROUPS];
+#pragma unroll
+          for (int half = 0; half < GROUPS; ++half) from[half] = all + block_of(half) * groups * a_group;
+          const int at = X_BYTES + CODE_BYTES + (role == 2 ? 0 : SCALE_AREA);
+          for (int i = 0; i < mine; ++i, next()) {
+            const u32 chunk = first_chunk + i;
+            const int group = GROUP == 32 ? 2 * chunk : group_inverse ? __umulhi(chunk, group_inverse) : chunk;
+            const u32 to = free_stage(bytes) + at;
+#pragma unroll
+            for (int half = 0; half < GROUPS; ++half)
+              copy_bulk(to + half * (bytes / GROUPS), from[half] + group * a_group, bytes / GROUPS, full + 8 * s);
+          }
+#endif
         }
       }
     }
-#if SPLIT > 1
     __syncwarp();
-    cluster_sync();
+#if SPLIT > 1
     cluster_sync();
 #endif
   } else {
 #if MOVE_REGISTERS
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(BLOCKS == 2 ? 104 : 232));
 #endif
-  const int half = warp >> 2, part = warp & 3, g = lane >> 2, q = lane & 3;
+  [[maybe_unused]] const int half = warp >> 2, part = warp & 3, g = lane >> 2, q = lane & 3;
   int at = 0;
-  for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
-    const int m0 = tile % m_tiles * COLUMNS, block = tile / m_tiles * 2 + half;
+  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += step) {
+    int m_tile, n_tile;
+    place_of(unit, m_tiles, n_units, m_tile, n_tile);
+    n_tile = n_tile * SHARE + sharer;
+    const int m0 = m_tile * COLUMNS, block = n_tile * GROUPS + half;
     u32 zero_pair = 8 << 8 | 8;
 #if GROUP == 0 && ASYM
     zero_pair = *(const u16*)(zeros + (u64)min(block, blocks64 - 1) * 64 + part * 16 + 2 * g);
@@ -212,7 +280,12 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
     const auto stage_of = [&](int i) { return memory + (at + i) % STAGES * STAGE_BYTES; };
     const auto wait_full = [&](int i) { barrier_wait(full + 8 * ((at + i) % STAGES), ((at + i) / STAGES) & 1); };
     const auto release = [&](int i) {
-      if ((threadIdx.x & 127) == 0) barrier_arrive(empty + 8 * ((at + i) % STAGES));
+      const u32 barrier = empty + 8 * ((at + i) % STAGES);
+#if SHARE > 1
+      if (lane < SHARE) barrier_arrive_at(barrier, rank * SHARE + lane);
+#else
+      if (lane == 0) barrier_arrive(barrier);
+#endif
     };
     if (mine) {
       wait_full(0);
@@ -241,43 +314,55 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
     at += mine;
 
 #if SPLIT > 1
-    // Partial sums [COLUMNS][128 + 4] over the stages; each block then adds its share of the columns.
+    // Partial sums [COLUMNS][ROWS + 4] over the stages; each block then adds its share of the columns.
     float* const partial = (float*)memory;
-    asm volatile("bar.sync 1, 256;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"n"(128 * GROUPS) : "memory");
 #pragma unroll
     for (int i = 0; i < SUMS; ++i)
-      partial[(8 * (i / 4) + 2 * q + (i & 1)) * 132 + half * 64 + part * 16 + g + 8 * (i >> 1 & 1)] = sums[i];
+      partial[(8 * (i / 4) + 2 * q + (i & 1)) * (ROWS + 4) + half * 64 + part * 16 + g + 8 * (i >> 1 & 1)] = sums[i];
     cluster_sync();
+    // Four rows of the weight a thread: the copies of all blocks are on their way at once.
     const u32 base = shared_address(memory);
-    const int share = COLUMNS / SPLIT, n = (tile / m_tiles) * 128 + (threadIdx.x & 127);
-    float scale = 1.f, add = 0.f;
-    if (n < n_all) {
-#if GROUP == 0
-      scale = scale_as_float(scales, (u64)(n >> 6) * 64 + (n >> 4 & 3) * 16 + 2 * (n & 7) + (n >> 3 & 1));
-#endif
-      if (bias != nullptr) add = activation_as_float(bias[n]);
-    }
-    for (int c = threadIdx.x >> 7; c < share; c += 2) {
-      const int column = rank * share + c, m = m0 + column;
-      float total = 0.f;
+    for (int e = threadIdx.x; e < COLUMNS / SPLIT * ROWS / 4; e += 128 * GROUPS) {
+      const int four = e % (ROWS / 4) * 4, n = n_tile * ROWS + four;
+      const int column = rank * (COLUMNS / SPLIT) + e / (ROWS / 4), m = m0 + column;
+      float4 parts[SPLIT];
 #pragma unroll
       for (int other = 0; other < SPLIT; ++other) {
         u32 remote;
-        float value;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(base + (u32)(column * 132 + (threadIdx.x & 127)) * 4), "r"(other));
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote) : "memory");
-        total += value;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(base + (u32)(column * (ROWS + 4) + four) * 4), "r"(other * SHARE + sharer));
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(parts[other].x), "=f"(parts[other].y), "=f"(parts[other].z), "=f"(parts[other].w)
+                     : "r"(remote) : "memory");
       }
-      if (m < m_all && n < n_all) {
-        const u64 place = (u64)m * n_all + n;
-        total = total * scale + add;
+      float total[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int other = 0; other < SPLIT; ++other) {
+        total[0] += parts[other].x, total[1] += parts[other].y;
+        total[2] += parts[other].z, total[3] += parts[other].w;
+      }
+      if (m >= m_all) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n + i >= n_all) break;
+#if GROUP == 0
+        const int row = n + i;
+        total[i] *= scale_as_float(scales, (u64)(row >> 6) * 64 + (row >> 4 & 3) * 16 + 2 * (row & 7) + (row >> 3 & 1));
+#endif
+        if (bias != nullptr) total[i] += activation_as_float(bias[n + i]);
+      }
+      const u64 place = (u64)m * n_all + n;
+      if (!out_fp32 && n + 3 < n_all && !(n_all & 3)) {
+        *(uint2*)((u16*)out + place) = make_uint2(pack2(total[0], total[1]), pack2(total[2], total[3]));
+        continue;
+      }
+      for (int i = 0; i < 4 && n + i < n_all; ++i) {
         if (out_fp32)
-          ((float*)out)[place] = total;
+          ((float*)out)[place + i] = total[i];
         else
-          ((u16*)out)[place] = pack1(total);
+          ((u16*)out)[place + i] = pack1(total[i]);
       }
     }
-    cluster_sync();
 #else
     const int n_half = block * 64;  // this warpgroup's first row of the weight
     float scale[2] = {1.f, 1.f}, add[2] = {0.f, 0.f};
@@ -314,7 +399,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
         const int column = i * 2 + (lane >> 4) * 8 + (lane & 7);
         const int segment = half * 8 + part * 2 + (lane >> 3 & 1);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                         to + column * 256 + ((segment ^ (column & 7)) << 4)),
+                         to + column * (ROWS * 2) + ((segment ^ (column & 7)) << 4)),
                      "r"(block4[0]), "r"(block4[1]), "r"(block4[2]), "r"(block4[3]) : "memory");
       }
       asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
@@ -322,7 +407,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
       for (int column = thread >> 3; column < COLUMNS; column += 16) {
         const int m = m0 + column, n = n_half + segment * 8;
         if (m >= m_all || n >= n_all) continue;
-        const uint4 eight = *(const uint4*)(out_tile + column * 256 + (((half * 8 + segment) ^ (column & 7)) << 4));
+        const uint4 eight = *(const uint4*)(out_tile + column * (ROWS * 2) + (((half * 8 + segment) ^ (column & 7)) << 4));
         *(uint4*)((u16*)out + (u64)m * n_all + n) = eight;
       }
       asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
@@ -330,4 +415,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
 #endif
   }
   }
+#if CLUSTER > 1
+  cluster_sync();  // no block ends while another reads its memory or arrives at its barriers
+#endif
 }
