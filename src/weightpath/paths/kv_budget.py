@@ -166,7 +166,7 @@ def kv_budget(
             r.layers * shape.rounded(context) for r in rows if _grows(r) or r.kind == "shared_kv"
         ),
         towers=towers(config, path),
-        differences=_differences(rows, fields) if held_by == "transformers" else (),
+        differences=_differences(cache, fields) if held_by == "transformers" else (),
         notes=notes(cache, fields, context, kv, block_size, source_tokens, towers(config, path)),
         fields=dict(fields.used),
     )  # fmt: skip
@@ -226,7 +226,7 @@ def _token_row(part: TokenCache, layers: int, shape: _Shape) -> KVRow:
 
 def _state_row(part: StateCache, layers: int, shape: _Shape) -> KVRow:
     model, state = KV_DTYPES[shape.model][0], KV_DTYPES[shape.state][0]
-    columns = part.kernel if shape.held_by == "transformers" and part.family != "RG-LRU" else None
+    columns = _columns(part) if shape.held_by == "transformers" else None
     own = layers * part.nbytes(model, state, columns)
     what = f"{part.family}: convolution {part.channels} x {max(part.kernel - 1, 0)}, state {part.recurrent}"
     return KVRow(part.kind, what, layers, 0, 0, own, own * shape.sequences, 0)
@@ -236,15 +236,20 @@ def _grows(row: KVRow) -> bool:
     return row.bytes_per_token > 0 and row.kind != "cross_attention"
 
 
-def _differences(rows: tuple[KVRow, ...], fields: Fields) -> tuple[str, ...]:
+def _differences(cache: DecoderCache, fields: Fields) -> tuple[str, ...]:
     """The differences of transformers' cache that touch this model."""
-    kinds = {row.kind for row in rows}
+    parts = [part for parts in cache.layers for part in parts]
     found = {
-        "window": bool(kinds & {"sliding_window", "chunked_attention"}),
-        "columns": any(row.bytes_per_token == 0 and row.bytes_per_sequence for row in rows),
+        "window": any(isinstance(part, TokenCache) and part.window for part in parts),
+        "columns": any(isinstance(part, StateCache) and _columns(part) for part in parts),
         "expanded": _repeats(fields) > 1,
     }
     return tuple(DIFFERENCES[name] for name, touches in found.items() if touches)
+
+
+def _columns(part: StateCache) -> int | None:
+    """Inputs of the convolution that transformers keeps; None where it is what is needed."""
+    return None if part.family == "RG-LRU" or not part.channels else part.kernel
 
 
 def _repeats(fields: Fields) -> int:

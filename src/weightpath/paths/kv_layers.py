@@ -28,6 +28,8 @@ ENCODERS = (
     "mpnet", "modernbert", "nomic_bert",
 )  # fmt: skip
 """model_types that read a text at once and keep nothing between steps."""
+MOST_LAYERS = 1000
+"""Far above the deepest model there is (a few hundred)."""
 _LAYERS = (
     "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers",
 )  # fmt: skip
@@ -67,7 +69,7 @@ def decoder_cache(fields: Fields, encoder_decoder: bool = False) -> DecoderCache
         raise BadCheckpoint(
             fields.where, f"is an encoder ({kind}): it keeps no KV cache", "give a model that generates"
         )
-    layers = fields.need(*_LAYERS)
+    layers = count_layers(fields)
     kinds, note = layer_kinds(fields, layers)
     shared = _shared(fields, layers)
     own = [_layer(fields, index, kind) for index, kind in enumerate(kinds)]
@@ -86,6 +88,16 @@ def decoder_cache(fields: Fields, encoder_decoder: bool = False) -> DecoderCache
         for part in parts
     )
     return DecoderCache(tuple(own), cross, note)
+
+
+def count_layers(fields: Fields) -> int:
+    """Layers of the decoder. BadCheckpoint where there are none, or more than any model has."""
+    layers = fields.need(*_LAYERS)
+    if layers > MOST_LAYERS:
+        raise BadCheckpoint(
+            fields.where, f"has {layers} layers, at most {MOST_LAYERS} are counted", "mend that field"
+        )
+    return layers
 
 
 def _layer(fields: Fields, index: int, kind: str) -> tuple[TokenCache | StateCache, ...]:
