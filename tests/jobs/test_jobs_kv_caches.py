@@ -1,4 +1,4 @@
-"""The KV budget against the caches of transformers, to the byte, for random models of each family."""
+"""The KV budget against transformers' caches, to the byte, for random models of each family."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
-)
-
 from tiny_caches import (
     FAMILIES,
     SIZES,
@@ -28,6 +17,17 @@ from tiny_caches import (
     tiny_decoder,
     token_ids,
 )
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
 from weightpath.jobs.kv import config_kv
 from weightpath.paths.kv_budget import DIFFERENCES, KVBudget
 
@@ -68,7 +68,9 @@ def test_what_transformers_holds_beyond_the_formulas_is_named(family: str) -> No
         assert kept.total_bytes != needed.total_bytes
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama4_text", "gemma3n_text", "qwen3_next", "zamba2"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "llama4_text", "gemma3n_text", "qwen3_next", "zamba2"]
+)
 def test_counting_every_layer_alike_would_be_wrong(family: str) -> None:
     model, config = tiny_decoder(family)
     budget = held(config, 40)
@@ -97,7 +99,10 @@ def test_an_encoder_decoder_keeps_its_own_tokens_and_the_sources() -> None:
                        use_cache=True)  # fmt: skip
         budget = held(model.config.to_dict(), own, source_tokens=source)
         assert cache_bytes(cache_in(output)) == budget.total_bytes
-        assert {row.kind: row.layers for row in budget.rows} == {"full_attention": 3, "cross_attention": 3}
+        assert {row.kind: row.layers for row in budget.rows} == {
+            "full_attention": 3,
+            "cross_attention": 3,
+        }
 
 
 @torch.inference_mode()
@@ -118,7 +123,10 @@ def test_whisper_attends_to_all_positions_of_its_encoder() -> None:
 
 @torch.inference_mode()
 def test_layers_that_attend_to_an_image_alone_keep_the_image() -> None:
-    text = SIZES | {"cross_attention_layers": [1, 3], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    text = SIZES | {
+        "cross_attention_layers": [1, 3],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
     del text["head_dim"]
     vision = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 4,

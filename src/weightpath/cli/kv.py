@@ -18,7 +18,7 @@ EXAMPLE = "Example: weightpath kv demo --context 32768 --sequences 8 --kv-dtype 
 
 def command(
     model: str = typer.Argument(
-        help="A folder, a config.json, a GGUF file, a hub id (org/name), or demo. Weights are not read."
+        help="A folder, config.json, GGUF file, hub id (org/name), or demo; weights are not read."
     ),
     context: int = typer.Option(32768, help="Tokens of one sequence, prompt and reply."),
     sequences: int = typer.Option(1, help="Sequences held at a time."),
@@ -68,9 +68,10 @@ def show_budget(budget: KVBudget) -> None:
             mib(row.bytes_per_sequence), mib(row.total_bytes),
         )  # fmt: skip
     stdout.print(rows)
+    with_headroom = mib(budget.reserved_bytes())
     stdout.print(
-        f"[bold]total {mib(budget.total_bytes)}[/bold] ({budget.total_bytes:,} bytes), with headroom "
-        f"of a quarter {mib(budget.reserved_bytes())}"
+        f"[bold]total {mib(budget.total_bytes)}[/bold] ({budget.total_bytes:,} bytes), "
+        f"with headroom of a quarter {with_headroom}"
     )
     off = budget.difference_bytes
     word = "less" if off >= 0 else "more"

@@ -31,10 +31,12 @@ def model_kv(
     state_dtype: str = "auto",
     held_by: str = "formula",
 ) -> KVBudget:
-    """`kv_budget` of a folder, a config.json, a GGUF file, a hub id or demo. No weights are read."""
+    """`kv_budget` of a folder, config.json, GGUF file, hub id or demo. No weights are read."""
     config, where = config_of(model)
-    return config_kv(config, where, context, sequences, kv_dtype, block_size=block_size,
-                     source_tokens=source_tokens, state_dtype=state_dtype, held_by=held_by)  # fmt: skip
+    return config_kv(
+        config, where, context, sequences, kv_dtype, block_size=block_size,
+        source_tokens=source_tokens, state_dtype=state_dtype, held_by=held_by,
+    )  # fmt: skip
 
 
 def config_kv(
@@ -70,11 +72,15 @@ def completed(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
 
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return dict(config), f"model_type {kind!r:.40} is unknown to transformers: its fields were read as they stand"
+        return dict(
+            config
+        ), f"model_type {kind!r:.40} is unknown to transformers: its fields were read as they stand"
     written = Fields(section_at(config, text_path(config)), where)
     layers = written.first("num_hidden_layers", "n_layer", "num_layers", "decoder_layers") or 1
     if layers > MOST_LAYERS:  # the class would make a list of so many
-        raise BadCheckpoint(where, f"has {layers} layers, at most {MOST_LAYERS} are counted", "mend it")
+        raise BadCheckpoint(
+            where, f"has {layers} layers, at most {MOST_LAYERS} are counted", "mend it"
+        )
     settings = {
         key: value
         for key, value in special_floats(config).items()
@@ -97,7 +103,11 @@ def _over(written: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
     """`written` with transformers' reading over it, section by section."""
     for key, value in read.items():
         own = written.get(key)
-        written[key] = _over(dict(own), value) if isinstance(own, dict) and isinstance(value, Mapping) else value
+        written[key] = (
+            _over(dict(own), value)
+            if isinstance(own, dict) and isinstance(value, Mapping)
+            else value
+        )
     return written
 
 

@@ -37,8 +37,8 @@ HEADROOM = 1.25
 """What a reservation adds over the count for fragmentation and growth: the edge selector's."""
 MOST = 1 << 40
 DIFFERENCES = {
-    "window": "transformers keeps window - 1 tokens of a sliding or chunked layer: the newest token "
-    "joins them in the step itself",
+    "window": "transformers keeps window - 1 tokens of a sliding or chunked layer: the newest "
+    "token joins them in the step itself",
     "columns": "transformers keeps kernel inputs of a convolution, of which kernel - 1 are needed",
     "expanded": "transformers repeats Falcon's KV heads to all query heads before it keeps them",
 }
@@ -103,7 +103,9 @@ class KVBudget:
     @property
     def state_bytes(self) -> int:
         """Bytes of all sequences that no context changes: states and cross attention."""
-        fixed = [row for row in self.rows if not row.bytes_per_token or row.kind == "cross_attention"]
+        fixed = [
+            row for row in self.rows if not row.bytes_per_token or row.kind == "cross_attention"
+        ]
         return sum(row.total_bytes for row in fixed)
 
     def reserved_bytes(self, headroom: float = HEADROOM) -> int:
@@ -146,11 +148,13 @@ def kv_budget(
         raise BadRequest(f"held_by '{held_by}': use formula or transformers")
     path = text_path(config)
     fields = Fields(section_at(config, path), ".".join((where, *path)))
-    encoder_decoder = bool(config.get("is_encoder_decoder") or fields.values.get("is_encoder_decoder")
-                           or fields.values.get("add_cross_attention"))  # fmt: skip
+    encoder_decoder = any(
+        section.get(name)
+        for section in (config, fields.values)
+        for name in ("is_encoder_decoder", "add_cross_attention")
+    )
     cache = decoder_cache(fields, encoder_decoder)
-    model = dtype_named(str(fields.get("dtype") or fields.get("torch_dtype")
-                            or config.get("dtype") or config.get("torch_dtype") or "bf16"))  # fmt: skip
+    model = dtype_named(_model_dtype(config, fields))
     kv, state = dtype_named(kv_dtype, model), dtype_named(state_dtype, _state_dtype(fields))
     source = _source_tokens(config, fields, cache, source_tokens, context)
     shape = _Shape(context, sequences, kv, model, state, block_size, source, held_by,
@@ -228,7 +232,8 @@ def _state_row(part: StateCache, layers: int, shape: _Shape) -> KVRow:
     model, state = KV_DTYPES[shape.model][0], KV_DTYPES[shape.state][0]
     columns = _columns(part) if shape.held_by == "transformers" else None
     own = layers * part.nbytes(model, state, columns)
-    what = f"{part.family}: convolution {part.channels} x {max(part.kernel - 1, 0)}, state {part.recurrent}"
+    inputs = f"convolution {part.channels} x {part.kernel - 1}, " if part.channels else ""
+    what = f"{part.family}: {inputs}state {part.recurrent}"
     return KVRow(part.kind, what, layers, 0, 0, own, own * shape.sequences, 0)
 
 
@@ -260,6 +265,15 @@ def _repeats(fields: Fields) -> int:
     return fields.need("num_attention_heads") // (fields.first("num_kv_heads") or 1)
 
 
+def _model_dtype(config: Mapping[str, Any], fields: Fields) -> str:
+    """The dtype the config names, of its decoder's section first; bf16 where it names none."""
+    for section in (fields, Fields(config, fields.where, fields.used)):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(said := section.get(name), str) and said != "auto":
+                return said
+    return "bf16"
+
+
 def _state_dtype(fields: Fields) -> str:
     """The recurrent state's dtype as the config says it, else fp32, as transformers keeps it."""
     for name in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
@@ -272,7 +286,7 @@ def _state_dtype(fields: Fields) -> str:
 def _source_tokens(
     config: Mapping[str, Any], fields: Fields, cache: DecoderCache, said: int | None, context: int
 ) -> int:
-    """Tokens that cross attention attends to: as asked, as the config fixes them, else `context`."""
+    """Tokens that cross attention attends to: as asked, as the config fixes it, else `context`."""
     if said is not None:
         if not 1 <= said <= MOST:
             raise BadRequest(f"source tokens {said}: use a whole number above 0")

@@ -51,20 +51,20 @@ class Fields:
             return value
         return None
 
-    def need(self, *names: str) -> int:
+    def need(self, name: str, *others: str) -> int:
         """As `first`, and an error that names the field where there is none."""
-        found = self.first(*names)
+        found = self.first(name, *others)
         if found is None:
-            raise self.missing(*names)
+            raise self.missing(name, *others)
         return found
 
-    def missing(self, *names: str) -> BadCheckpoint:
+    def missing(self, name: str, *others: str) -> BadCheckpoint:
         """The error for a field that the cache cannot be counted without."""
-        others = f" (nor {', '.join(names[1:])})" if len(names) > 1 else ""
+        nor = f" (nor {', '.join(others)})" if others else ""
         return BadCheckpoint(
             self.where,
-            f"has no {names[0]}{others}, without which its KV cache cannot be counted",
-            f"add {names[0]} to the config",
+            f"has no {name}{nor}, without which its KV cache cannot be counted",
+            f"add {name} to the config",
         )
 
     def listed(self, name: str) -> list[Any] | None:

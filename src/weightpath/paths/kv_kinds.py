@@ -45,7 +45,9 @@ def layer_kinds(fields: Fields, layers: int) -> tuple[list[str], str]:
     for name in ("layer_types", "layers_block_type"):
         words = fields.listed(name)
         if words is not None:
-            return _checked(fields, name, [_named(fields, name, word) for word in words], layers), ""
+            return _checked(
+                fields, name, [_named(fields, name, word) for word in words], layers
+            ), ""
     found = _patterned(fields, layers)
     cross = fields.listed("cross_attention_layers")
     if found is None and cross is None:

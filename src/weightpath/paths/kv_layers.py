@@ -31,7 +31,8 @@ ENCODERS = (
 MOST_LAYERS = 1000
 """Far above the deepest model there is (a few hundred)."""
 _LAYERS = (
-    "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers",
+    "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
+    "num_layers",
 )  # fmt: skip
 
 
@@ -67,7 +68,9 @@ def decoder_cache(fields: Fields, encoder_decoder: bool = False) -> DecoderCache
     kind = fields.values.get("model_type")
     if kind in ENCODERS and not fields.values.get("is_decoder"):
         raise BadCheckpoint(
-            fields.where, f"is an encoder ({kind}): it keeps no KV cache", "give a model that generates"
+            fields.where,
+            f"is an encoder ({kind}): it keeps no KV cache",
+            "give a model that generates",
         )
     layers = count_layers(fields)
     kinds, note = layer_kinds(fields, layers)
@@ -92,10 +95,17 @@ def decoder_cache(fields: Fields, encoder_decoder: bool = False) -> DecoderCache
 
 def count_layers(fields: Fields) -> int:
     """Layers of the decoder. BadCheckpoint where there are none, or more than any model has."""
-    layers = fields.need(*_LAYERS)
+    layers = fields.first(*_LAYERS)
+    for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if layers is None and isinstance(words := fields.get(name), (list, tuple, str)) and words:
+            layers = len(words)
+    if layers is None:
+        raise fields.missing("num_hidden_layers", "n_layer", "decoder_layers")
     if layers > MOST_LAYERS:
         raise BadCheckpoint(
-            fields.where, f"has {layers} layers, at most {MOST_LAYERS} are counted", "mend that field"
+            fields.where,
+            f"has {layers} layers, at most {MOST_LAYERS} are counted",
+            "mend that field",
         )
     return layers
 

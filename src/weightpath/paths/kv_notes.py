@@ -25,9 +25,8 @@ def notes(
     said = [cache.note] if cache.note else []
     if windows and context > windows[0]:
         said.append(
-            f"windows ({', '.join(map(str, windows))}) hold only where the runtime frees what has left "
-            "them; while a prompt is read vLLM holds a window plus the tokens of one step "
-            "(max_num_batched_tokens)"
+            f"a window ({', '.join(map(str, windows))}) saves only where the runtime frees what "
+            "has left it; vLLM holds window - 1 tokens, those of a step in flight, and a block more"
         )
     if windows and context <= windows[0]:
         said.append(f"the context is within the window of {windows[0]}: windows save nothing here")
@@ -40,9 +39,10 @@ def notes(
         said.append(f"{kv_dtype} narrows keys and values alone: states keep their dtypes")
     if states and not tokens:
         said.append("no layer attends: the context costs no memory")
-    if states:
+    if any(part.recurrent and not part.in_model_dtype for part in states):
         said.append(
-            "a state is needed whole from the first token on; prefix caching keeps copies of it"
+            "a recurrent state is fp32 in transformers and in the model's dtype in vLLM, unless "
+            "--mamba-ssm-cache-dtype says another: --state-dtype counts it so"
         )
     if "shared_kv" in kinds:
         count = sum(part.kind == "shared_kv" for part in tokens)

@@ -79,8 +79,9 @@ def _gated_delta_net(fields: Fields) -> StateCache:
     value_heads = fields.need("linear_num_value_heads")
     value_dim = fields.need("linear_value_head_dim")
     channels = 2 * key_heads * key_dim + value_heads * value_dim
+    recurrent = value_heads * value_dim * key_dim
     return StateCache("linear_attention", "gated delta net", channels,
-                      fields.need("linear_conv_kernel_dim"), value_heads * value_dim * key_dim)  # fmt: skip
+                      fields.need("linear_conv_kernel_dim"), recurrent)  # fmt: skip
 
 
 def _delta_attention(fields: Fields) -> StateCache:
@@ -116,7 +117,9 @@ def _inner(fields: Fields, heads: int | None) -> int:
     """The inner width of a Mamba layer: said, or heads x head_dim, or hidden_size x expand."""
     if (said := fields.first("mamba_d_ssm")) is not None:
         return said
-    each = fields.get("mamba_head_dim" if heads and "mamba_head_dim" in fields.values else "mamba_d_head")
+    each = fields.get(
+        "mamba_head_dim" if heads and "mamba_head_dim" in fields.values else "mamba_d_head"
+    )
     if heads and isinstance(each, int) and not isinstance(each, bool):
         return heads * each
     expand = fields.get("mamba_expand") or fields.get("expand")
@@ -134,9 +137,10 @@ def head_dim(fields: Fields) -> int:
     said = fields.first("head_dim", "attention_head_dim", "d_kv", "kv_channels")
     if said is not None:
         return said
+    heads = attention_heads(fields)
     if fields.first("hidden_size", "d_model", "n_embd") is None:
         raise fields.missing("head_dim", "hidden_size")
-    hidden, heads = _hidden(fields), attention_heads(fields)
+    hidden = _hidden(fields)
     if hidden % heads:
         raise fields.missing("head_dim")
     return hidden // heads
