@@ -151,6 +151,16 @@ def test_shared_layers_keep_nothing_and_count_in_the_flat_figure() -> None:
     assert sharing.flat_token_layers == plain.token_layers == 200
 
 
+def test_a_step_reads_what_is_kept_and_a_shared_layers_source_again() -> None:
+    assert kv_budget(WORKED, 32768, 2).read_bytes == kv_budget(WORKED, 32768, 2).total_bytes
+    plain, sharing = kv_budget(PLAIN, 50, 3), kv_budget(PLAIN | {"num_kv_shared_layers": 2}, 50, 3)
+    assert sharing.read_bytes == plain.read_bytes == plain.total_bytes
+    windows = {"layer_types": ["sliding_attention"] * 4, "sliding_window": 10}
+    assert kv_budget(PLAIN | windows | {"num_kv_shared_layers": 2}, 50, 3).read_bytes == (
+        kv_budget(PLAIN | windows, 50, 3).total_bytes
+    )
+
+
 def test_geometry_of_single_layers_is_taken() -> None:
     half = PLAIN | {"head_dim": 8, "num_key_value_heads": 2}
     listed = kv_budget(PLAIN | {"head_dim": 8, "num_key_value_heads": [1, 1, 2, 4]}, 10)

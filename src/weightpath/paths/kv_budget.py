@@ -51,6 +51,7 @@ class KVRow:
 
     bytes_per_token: what one token adds while it is kept (0 for a state). tokens: kept a sequence.
     bytes_per_sequence, total_bytes: at the context asked, for one and for all sequences.
+    read_bytes: what a decode step of all sequences reads, a shared layer the other layer's again.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class KVRow:
     bytes_per_sequence: int
     total_bytes: int
     flat_bytes: int
+    read_bytes: int
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,12 @@ class KVBudget:
         return sum(row.bytes_per_token for row in self.rows if row.kind != "cross_attention")
 
     @property
+    def read_bytes(self) -> int:
+        """What one decode step of all sequences reads at the context asked: every key and value
+        kept, a shared layer's from the layer that has them, and the states."""
+        return sum(row.read_bytes for row in self.rows)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of all sequences that no context changes: states and cross attention."""
         fixed = [
@@ -118,6 +126,7 @@ class KVBudget:
             "difference_bytes": self.difference_bytes,
             "bytes_per_token": self.bytes_per_token,
             "state_bytes": self.state_bytes,
+            "read_bytes": self.read_bytes,
             "reserved_bytes": self.reserved_bytes(),
         }
 
@@ -221,11 +230,15 @@ def _token_row(part: TokenCache, layers: int, shape: _Shape) -> KVRow:
     if window is not None and shape.held_by == "transformers" and window > 1:
         window -= 1
     kept = shape.rounded(wanted if window is None else min(window, wanted))
-    kept = 0 if part.kind == "shared_kv" else kept
+    total = per_token * kept * shape.sequences
+    reads = total
+    if part.kind == "shared_kv":
+        reads = layers * (part.flat_elements * each + part.flat_vectors * scale)
+        reads, kept = reads * kept * shape.sequences, 0
     flat = layers * (part.flat_elements * each + part.flat_vectors * scale)
     flat *= shape.rounded(wanted) * shape.sequences
-    return KVRow(part.kind, part.shape, layers, per_token, kept, per_token * kept,
-                 per_token * kept * shape.sequences, flat)  # fmt: skip
+    return KVRow(part.kind, part.shape, layers, per_token, kept, per_token * kept, total, flat,
+                 reads)  # fmt: skip
 
 
 def _state_row(part: StateCache, layers: int, shape: _Shape) -> KVRow:
@@ -234,7 +247,8 @@ def _state_row(part: StateCache, layers: int, shape: _Shape) -> KVRow:
     own = layers * part.nbytes(model, state, columns)
     inputs = f"convolution {part.channels} x {part.kernel - 1}, " if part.channels else ""
     what = f"{part.family}: {inputs}state {part.recurrent}"
-    return KVRow(part.kind, what, layers, 0, 0, own, own * shape.sequences, 0)
+    total = own * shape.sequences
+    return KVRow(part.kind, what, layers, 0, 0, own, total, 0, total)
 
 
 def _grows(row: KVRow) -> bool:
