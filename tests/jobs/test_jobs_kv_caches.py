@@ -6,17 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_caches import (
-    FAMILIES,
-    SIZES,
-    WINDOW,
-    cache_after,
-    cache_bytes,
-    cache_in,
-    settings_of,
-    tiny_decoder,
-    token_ids,
-)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,8 +17,20 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from tiny_caches import (
+    FAMILIES,
+    SIZES,
+    WINDOW,
+    cache_after,
+    cache_bytes,
+    cache_in,
+    settings_of,
+    tiny_decoder,
+    token_ids,
+)
 from weightpath.jobs.kv import config_kv
-from weightpath.paths.kv_budget import DIFFERENCES, KVBudget
+from weightpath.paths.kv_budget import KVBudget
+from weightpath.paths.kv_rows import DIFFERENCES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

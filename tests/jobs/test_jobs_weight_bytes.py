@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFReader
-from tiny_caches import settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny_gguf
 import weightpath
+from tiny_caches import settings_of
 from tiny_checkpoint import make_checkpoint
 from weightpath.checkpoints.store import open_checkpoint
 from weightpath.errors import BadRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from weightpath.paths.tensors import ExpertShape, LinearShape, ModelShapes
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk")
 """What configs call the number of experts that a token goes to."""
+
+
+@dataclass(frozen=True)
+class ConfigOnly:
+    """A model of which there is only a config: enough to plan it, not to make it."""
+
+    config: dict[str, Any]
+    where: str
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
