@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, DynamicCache
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGES,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as SEQUENCES,
+)
 
 from tiny_checkpoint import make_checkpoint
 from tiny_gguf import write_tiny_gguf
@@ -46,6 +57,54 @@ def test_an_older_config_without_layer_types_slides_as_its_class_does() -> None:
         ("sliding_window", 13), ("full_attention", 13),
     ]  # fmt: skip
     assert budget.filled == ("layer_types",)
+
+
+def test_fields_that_a_family_calls_otherwise_are_found() -> None:
+    longcat = {
+        "model_type": "longcat_flash", "num_layers": 3, "num_attention_heads": 4,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    }  # fmt: skip
+    (row,) = config_kv(longcat, "test", 10).rows
+    assert (row.kind, row.layers) == ("latent_attention", 6)  # two attentions a layer
+    xglm = {"model_type": "xglm", "num_layers": 3, "attention_heads": 4, "d_model": 32}
+    assert config_kv(xglm, "test", 10).total_bytes == 10 * 3 * 4 * 8 * 2 * 2
+
+
+@pytest.mark.slow
+def test_every_default_config_of_transformers_is_counted_as_it_caches_or_refused() -> None:
+    """Kinds by layer against DynamicCache; a refusal names its field and is no crash."""
+    groups = {"full_attention": "full", "latent_attention": "full", "sliding_window": "sliding",
+              "chunked_attention": "sliding", "linear_attention": "state", "state_space": "state",
+              "short_convolution": "state"}  # fmt: skip
+    agree, refused, differ = 0, 0, []
+    for kind in sorted(set(CAUSAL) | set(SEQUENCES) | set(IMAGES)):
+        try:
+            config = AutoConfig.for_model(kind)
+            cache = DynamicCache(config=config)
+        except Exception:
+            continue
+        try:
+            budget = config_kv(json.loads(config.to_json_string()), kind, 1000)
+        except BadCheckpoint:
+            refused += 1
+            continue
+        mine = Counter()
+        for row in budget.rows:
+            windowed = row.kind == "latent_attention" and row.tokens < 1000
+            mine["sliding" if windowed else groups.get(row.kind, "none")] += row.layers
+        theirs = Counter()
+        for layer in cache.layers:
+            name = type(layer).__name__
+            theirs["state"] += name.startswith("LinearAttention")
+            theirs["sliding"] += "Sliding" in name
+            theirs["full"] += name in ("DynamicLayer", "DynamicIndexedLayer") or "AndFull" in name
+        if any(mine[group] != theirs[group] for group in ("full", "sliding", "state")):
+            differ.append(kind)
+        else:
+            agree += 1
+    # mllama: 8 layers of cross attention; pp_formulanet: its encoder's layers
+    assert set(differ) <= {"mllama", "pp_formulanet"}
+    assert agree > 5 * refused
 
 
 def test_a_window_that_is_switched_off_does_not_count() -> None:

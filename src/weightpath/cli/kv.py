@@ -83,7 +83,9 @@ def show_budget(budget: KVBudget) -> None:
         stdout.print(f"  beside it: {part}, no cache", markup=False)
     if budget.filled:
         known = ", ".join(f"{name} {_short(budget.fields[name])}" for name in budget.filled)
-        stdout.print(f"  from transformers' defaults, not from the config: {known}", markup=False)
+        stdout.print(
+            f"  as transformers reads it, not written in the config: {known}", markup=False
+        )
     for note in (*budget.differences, *budget.notes):
         stdout.print(f"  note: {note}", markup=False)
 

@@ -17,7 +17,10 @@ from weightpath.engine.skeleton import special_floats
 from weightpath.errors import BadCheckpoint
 from weightpath.paths.kv_budget import KVBudget, kv_budget
 from weightpath.paths.kv_fields import Fields, section_at, text_path
-from weightpath.paths.kv_layers import MOST_LAYERS
+from weightpath.paths.kv_layers import LAYERS, MOST_LAYERS
+from weightpath.paths.kv_states import HEADS, WIDTHS
+
+COMMON = {HEADS: "num_attention_heads", WIDTHS: "hidden_size"}
 
 
 def model_kv(
@@ -96,6 +99,7 @@ def completed(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     whole = _over(dict(config), parsed.to_dict())
     section: Any = section_at(whole, text_path(whole))
     section["layer_types"] = _layer_types(text, section)
+    _under_common_names(section, text)
     return whole, ""
 
 
@@ -109,6 +113,23 @@ def _over(written: dict[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
             else value
         )
     return written
+
+
+def _under_common_names(section: dict[str, Any], text: Any) -> None:
+    """Set what the section spells in words of its own family (attention_heads, layers), and a
+    number of layers that transformers works out (two attentions a layer in LongCat)."""
+    for names in (HEADS, WIDTHS):
+        if any(section.get(name) is not None for name in names):
+            continue
+        value = getattr(text, COMMON[names], None)
+        if type(value) is int and value > 0:
+            section[COMMON[names]] = value
+    layers = getattr(text, "num_hidden_layers", None)
+    decoder = section.get("decoder_layers") or section.get("num_decoder_layers")
+    if type(layers) is int and layers > 0 and not decoder:
+        known = next((section[name] for name in LAYERS if section.get(name) is not None), None)
+        if known != layers:
+            section["num_hidden_layers"] = layers
 
 
 def _layer_types(text: Any, section: Mapping[str, Any]) -> list[str] | None:

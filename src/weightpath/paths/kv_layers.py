@@ -30,7 +30,7 @@ ENCODERS = (
 """model_types that read a text at once and keep nothing between steps."""
 MOST_LAYERS = 1000
 """Far above the deepest model there is (a few hundred)."""
-_LAYERS = (
+LAYERS = (
     "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
 )  # fmt: skip
@@ -95,7 +95,7 @@ def decoder_cache(fields: Fields, encoder_decoder: bool = False) -> DecoderCache
 
 def count_layers(fields: Fields) -> int:
     """Layers of the decoder. BadCheckpoint where there are none, or more than any model has."""
-    layers = fields.first(*_LAYERS)
+    layers = fields.first(*LAYERS)
     for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if layers is None and isinstance(words := fields.get(name), (list, tuple, str)) and words:
             layers = len(words)
@@ -132,8 +132,8 @@ def _attention(fields: Fields, index: int, kind: str) -> TokenCache:
             raise fields.missing("sliding_window")
     if kind == "chunked":
         window = fields.need("attention_chunk_size")
-    if fields.values.get("kv_lora_rank") is not None and kind == "full":
-        return _latent(fields)
+    if fields.values.get("kv_lora_rank") is not None and kind != "cross":
+        return _latent(_override(fields, index), window)
     heads, dim = _geometry(fields, index, kind)
     named = {"full": "full_attention", "sliding": "sliding_window", "chunked": "chunked_attention",
              "cross": "cross_attention"}  # fmt: skip
@@ -143,16 +143,17 @@ def _attention(fields: Fields, index: int, kind: str) -> TokenCache:
                       f"{heads} KV heads x {dim}{limit}")  # fmt: skip
 
 
-def _latent(fields: Fields) -> TokenCache:
-    """Multi-head latent attention: one latent and one rotated key a token for all heads."""
-    rank, rope = fields.need("kv_lora_rank"), fields.need("qk_rope_head_dim")
+def _latent(fields: Fields, window: int | None) -> TokenCache:
+    """Multi-head latent attention: one latent and one rotated key (of 0 dimensions where nothing
+    is rotated) a token for all heads."""
+    rank = fields.need("kv_lora_rank")
+    rope = 0 if fields.values.get("qk_rope_head_dim") == 0 else fields.need("qk_rope_head_dim")
     heads = attention_heads(fields)
     expanded = heads * (fields.need("qk_nope_head_dim") + rope + fields.need("v_head_dim"))
-    index = fields.first("index_head_dim") or 0
-    more = f" + index {index}" if index else ""
+    index = (fields.first("index_head_dim") or 0) if window is None else 0
+    more = f" + index {index}" if index else f", window {window}" if window else ""
     return TokenCache("latent_attention", 3 if index else 2, rank + rope + index, expanded,
-                      2 * heads, None,
-                      f"latent {rank} + rope {rope}{more}")  # fmt: skip
+                      2 * heads, window, f"latent {rank} + rope {rope}{more}")  # fmt: skip
 
 
 def _geometry(fields: Fields, index: int, kind: str) -> tuple[int, int]:

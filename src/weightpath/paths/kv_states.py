@@ -24,6 +24,13 @@ from dataclasses import dataclass
 
 from weightpath.paths.kv_fields import Fields
 
+HEADS = (
+    "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head",
+    "n_heads", "num_heads",
+)  # fmt: skip
+WIDTHS = ("hidden_size", "d_model", "n_embd")
+"""What families call the query heads and the width of their decoder."""
+
 
 @dataclass(frozen=True)
 class StateCache:
@@ -129,7 +136,7 @@ def _inner(fields: Fields, heads: int | None) -> int:
 
 
 def _hidden(fields: Fields) -> int:
-    return fields.need("hidden_size", "d_model", "n_embd")
+    return fields.need(*WIDTHS)
 
 
 def head_dim(fields: Fields) -> int:
@@ -138,7 +145,7 @@ def head_dim(fields: Fields) -> int:
     if said is not None:
         return said
     heads = attention_heads(fields)
-    if fields.first("hidden_size", "d_model", "n_embd") is None:
+    if fields.first(*WIDTHS) is None:
         raise fields.missing("head_dim", "hidden_size")
     hidden = _hidden(fields)
     if hidden % heads:
@@ -148,5 +155,7 @@ def head_dim(fields: Fields) -> int:
 
 def attention_heads(fields: Fields) -> int:
     """Query heads of the decoder."""
-    return fields.need("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads",
-                       "num_heads")  # fmt: skip
+    found = fields.first(*HEADS)
+    if found is None:
+        raise fields.missing("num_attention_heads", "n_head", "decoder_attention_heads")
+    return found
