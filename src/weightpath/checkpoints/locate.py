@@ -6,6 +6,7 @@ asked through huggingface_hub, which serves its cache where it cannot reach the 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +87,9 @@ def config_of(model: str | Path) -> tuple[dict[str, Any], str]:
 
 
 def _config_file(name: str) -> str:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-    return hf_hub_download(name, "config.json")
+    return os.path.join(snapshot_download(name, allow_patterns=["config.json"]), "config.json")
 
 
 def _snapshot(name: str) -> str:
