@@ -13,7 +13,9 @@ from weightpath.checkpoints.store import open_checkpoint
 from weightpath.device.profile import HardwareProfile, from_dict
 from weightpath.errors import BadCheckpoint, BadRequest
 from weightpath.jobs.memory_fit import plan_fit
+from weightpath.jobs.plan import Plan
 from weightpath.jobs.shapes import model_shapes
+from weightpath.paths.memory_fit import MemoryFit
 from weightpath.paths.tensors import plan_tensors
 
 LLAMA_8B = {
@@ -30,6 +32,11 @@ def machine(ram: int) -> HardwareProfile:
     return from_dict({"arch": "x86_64", "cpu_flags": flags, "ram_total": ram}, "test")
 
 
+def fit_of(made: Plan) -> MemoryFit:
+    assert made.fit is not None
+    return made.fit.fit
+
+
 @pytest.fixture
 def config_8b(tmp_path: Path) -> Path:
     path = tmp_path / "config.json"
@@ -39,22 +46,20 @@ def config_8b(tmp_path: Path) -> Path:
 
 def test_a_config_alone_is_planned_and_fitted(config_8b: Path) -> None:
     made = weightpath.plan(config_8b, machine(16 << 30), context=8192, sequences=2)
-    assert made.fit is not None
-    assert made.kv is not None
+    found = fit_of(made)
     assert made.tensors.source_bytes == 16_060_522_496
-    assert made.fit.weights == made.tensors.file_bytes
-    assert made.fit.kv == made.kv.total_bytes == 2 * 8192 * A_TOKEN
-    assert made.fit.fits
-    plain = json.loads(json.dumps(made.to_dict()))
-    assert plain["fit"]["needed"] == made.fit.needed
-    assert plain["kv"]["rows"][0]["layers"] == 32
+    assert found.weights == made.tensors.file_bytes
+    assert found.kv == 2 * 8192 * A_TOKEN
+    assert found.fits
+    plain = json.loads(json.dumps(made.to_dict()))["fit"]
+    assert plain["needed"] == found.needed
+    assert plain["cache"]["rows"][0]["layers"] == 32
+    assert plain["step_bytes"] == plain["weight_bytes"]["step_bytes"] + 8192 + 2 * 8192 * A_TOKEN
 
 
 def test_context_sequences_and_the_caches_dtype_decide_the_fit(config_8b: Path) -> None:
     def fits(**options: Any) -> bool | None:
-        fit = weightpath.plan(config_8b, machine(16 << 30), **options).fit
-        assert fit is not None
-        return fit.fits
+        return fit_of(weightpath.plan(config_8b, machine(16 << 30), **options)).fits
 
     assert fits(context=32768) is True
     assert fits(context=32768, sequences=4) is False
@@ -66,19 +71,15 @@ def test_without_a_context_4096_tokens_are_taken_or_what_the_model_was_made_for(
     config_8b: Path, tiny_llama: Path
 ) -> None:
     for place, wanted in ((config_8b, 4096), (tiny_llama, 1024)):
-        fit = weightpath.plan(place, machine(64 << 30)).fit
-        assert fit is not None
-        assert fit.context == wanted
+        assert fit_of(weightpath.plan(place, machine(64 << 30))).context == wanted
 
 
 def test_vllm_counts_whole_blocks_and_llama_cpp_the_gguf(config_8b: Path) -> None:
     vllm = weightpath.plan(config_8b, machine(64 << 30), runtime="vllm", context=1001)
-    assert vllm.fit is not None
-    assert vllm.fit.kv == 1008 * A_TOKEN
+    assert fit_of(vllm).kv == 1008 * A_TOKEN
     gguf = weightpath.plan(config_8b, machine(64 << 30), runtime="llama.cpp", context=1001)
-    assert gguf.fit is not None
-    assert gguf.fit.kv == 1001 * A_TOKEN
-    assert gguf.fit.weights != gguf.tensors.file_bytes
+    assert fit_of(gguf).kv == 1001 * A_TOKEN
+    assert fit_of(gguf).weights != gguf.tensors.file_bytes
 
 
 def test_a_cache_that_cannot_be_counted_is_said_and_an_error_where_a_context_was_asked(
@@ -86,10 +87,11 @@ def test_a_cache_that_cannot_be_counted_is_said_and_an_error_where_a_context_was
 ) -> None:
     shapes = model_shapes(open_checkpoint(tiny_llama))
     given = ({"model_type": "bert"}, "test", shapes, plan_tensors(shapes, None), machine(8 << 30))
-    fit, kv, why = plan_fit(*given)
-    assert kv is None
-    assert (fit.kv, fit.fits) == (0, True)
-    assert "is an encoder (bert)" in why
+    found = plan_fit(*given)
+    assert found.cache is None
+    assert (found.fit.kv, found.fit.fits) == (0, True)
+    assert "is an encoder (bert)" in found.note
+    assert found.step_bytes == found.weights.step_bytes()
     with pytest.raises(BadCheckpoint, match="is an encoder"):
         plan_fit(*given, context=100)
     with pytest.raises(BadRequest, match="0 sequences"):
@@ -107,4 +109,5 @@ def test_the_verb_prints_the_fit(weightpath_cli: Any, config_8b: Path, tmp_path:
     assert "8 x 32,768 tokens" in ran.out
     ran = weightpath_cli("plan", config_8b, *device, "--context", 8192, "--kv-dtype", "fp8")
     assert " fits: needs" in ran.out
+    assert "a decode step at that context reads" in ran.out
     assert "KV in fp8" in ran.out

@@ -103,9 +103,15 @@ def show_plan(plan: Plan) -> None:
         f"{tensors.linear_bits_per_weight:.3f} bits per weight, whole file {tensors.file_bits_per_weight:.3f}"
     )
     if plan.fit is not None:
-        stdout.print(f"  {plan.fit.sentence}", markup=False)
-    if plan.fit_note:
-        stdout.print(f"  {plan.fit_note}", markup=False)
+        found = plan.fit
+        stdout.print(f"  {found.fit.sentence}", markup=False)
+        weights = found.weights.step_bytes(found.fit.sequences)
+        stdout.print(
+            f"  a decode step at that context reads {size(found.step_bytes)}: {size(weights)} of "
+            f"weights, {size(found.step_bytes - weights)} of cache"
+        )
+        if found.note:
+            stdout.print(f"  {found.note}", markup=False)
 
 
 def _show_serving(selection: Selection) -> None:

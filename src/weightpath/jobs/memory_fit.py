@@ -7,6 +7,7 @@ config (kv.py), and both against the device's memory (paths/memory_fit.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from weightpath.device.profile import HardwareProfile
@@ -16,12 +17,36 @@ from weightpath.paths.kv_budget import KVBudget, kv_budget
 from weightpath.paths.kv_fields import section_at, text_path
 from weightpath.paths.memory_fit import MemoryFit, memory_fit
 from weightpath.paths.tensors import ModelShapes, TensorPlan
-from weightpath.paths.weight_bytes import weight_bytes
+from weightpath.paths.weight_bytes import WeightBytes, decode_step_bytes, weight_bytes
 
 USUAL_CONTEXT = 4096
 """Tokens where none are asked for, if the model was made for so many."""
 BLOCK_SIZES = {"vllm": 16}
 """Tokens of a block of a runtime's cache, where it has blocks."""
+
+
+@dataclass(frozen=True)
+class PlanFit:
+    """The fit, the bytes it rests on, and "" or why no cache is counted (cache is then None)."""
+
+    fit: MemoryFit
+    weights: WeightBytes
+    cache: KVBudget | None
+    note: str = ""
+
+    @property
+    def step_bytes(self) -> int:
+        """What one decode step of all sequences reads at the context: weights and cache."""
+        return decode_step_bytes(self.weights, self.cache)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return self.fit.to_dict() | {
+            "weight_bytes": self.weights.to_dict(),
+            "cache": None if self.cache is None else self.cache.to_dict(),
+            "step_bytes": self.step_bytes,
+            "note": self.note,
+        }
 
 
 def plan_fit(
@@ -34,8 +59,8 @@ def plan_fit(
     context: int | None = None,
     sequences: int = 1,
     kv_dtype: str = "auto",
-) -> tuple[MemoryFit, KVBudget | None, str]:
-    """The fit, the cache's budget, and "" or why there is none.
+) -> PlanFit:
+    """Whether a plan's tensors fit a device beside their cache.
 
     context None: 4096 tokens, or as many as the model was made for; a config whose cache cannot
     be counted (an encoder) is then fitted without one, and the reason returned. BadCheckpoint for
@@ -69,4 +94,4 @@ def plan_fit(
         (lambda count: budget(count).total_bytes) if found else (lambda count: 0),
         tokens, sequences, found.kv_dtype if found else "none", longest,
     )  # fmt: skip
-    return fit, found, why
+    return PlanFit(fit, weights, found, why)

@@ -9,11 +9,9 @@ from typing import Any
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.device.profile import HardwareProfile
 from weightpath.errors import BadRequest
-from weightpath.jobs.memory_fit import plan_fit
+from weightpath.jobs.memory_fit import PlanFit, plan_fit
 from weightpath.jobs.shapes import ConfigOnly, config_shapes, model_shapes
 from weightpath.paths.evidence import Evidence
-from weightpath.paths.kv_budget import KVBudget
-from weightpath.paths.memory_fit import MemoryFit
 from weightpath.paths.select import Selection, select_weight_path
 from weightpath.paths.tensors import TensorPlan, plan_tensors
 from weightpath.scheme import INT8, Scheme
@@ -23,15 +21,13 @@ from weightpath.scheme import INT8, Scheme
 class Plan:
     """The path chosen for a device (None where a scheme was given instead) and the tensors'
     schemes. `activation_bits` is what the 4-bit linears run with. fit: what it takes of the
-    device's memory, with the cache counted in kv; fit_note: why there is no cache, or ""."""
+    device's memory, and what a decode step reads."""
 
     model: str
     selection: Selection | None
     tensors: TensorPlan
     activation_bits: int
-    fit: MemoryFit | None = None
-    kv: KVBudget | None = None
-    fit_note: str = ""
+    fit: PlanFit | None = None
 
     @property
     def path_name(self) -> str:
@@ -60,8 +56,6 @@ class Plan:
             "activation_bits": self.activation_bits,
             "tensors": self.tensors.to_dict(),
             "fit": None if self.fit is None else self.fit.to_dict(),
-            "kv": None if self.kv is None else self.kv.to_dict(),
-            "fit_note": self.fit_note,
         }
 
 
@@ -87,11 +81,11 @@ def plan_model(
     selection = select_weight_path(profile, priority, runtime, shapes, evidence)
     scheme = selection.path.scheme
     tensors = plan_tensors(shapes, scheme, head_bits, group_size, runtime, profile)
-    fit, kv, note = plan_fit(
+    fit = plan_fit(
         checkpoint.config, checkpoint.where, shapes, tensors, profile, runtime, context, sequences,
         kv_dtype,
     )  # fmt: skip
-    return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16, fit, kv, note)
+    return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16, fit)
 
 
 def plan_scheme(

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weightpath.errors import BadRequest
+from weightpath.paths.kv_budget import KVBudget
 from weightpath.paths.tensors import (
     DTYPE_BYTES,
     WEIGHT_SHAPE_BYTES,
@@ -145,6 +146,14 @@ def weight_bytes(
         expert_count=max((fused.count for fused in shapes.experts), default=0),
         experts_per_token=shapes.experts_per_token,
     )  # fmt: skip
+
+
+def decode_step_bytes(weights: WeightBytes, cache: KVBudget | None = None) -> int:
+    """What one decode step reads: the weights, and the cache of all of its sequences at their
+    context. cache None: the weights for one sequence."""
+    if cache is None:
+        return weights.step_bytes()
+    return weights.step_bytes(cache.sequences) + cache.read_bytes
 
 
 def linear_bytes(shape: LinearShape, scheme: Scheme | None, format: str, dtype: str) -> int:
