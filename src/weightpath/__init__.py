@@ -46,18 +46,26 @@ def plan(
     runtime: str = "weightpath",
     head_bits: int = 8,
     group_size: int | None = None,
+    context: int | None = None,
+    sequences: int = 1,
+    kv_dtype: str = "auto",
 ) -> Plan:
     """Which weight path MODEL should take on a device, why, and what becomes of every tensor.
 
-    model: a folder, a GGUF file, a hub id or "demo". profile: default, this machine. priority:
-    "speed" or "fidelity". runtime: weightpath, vllm, transformers or llama.cpp. head_bits: 16, 8, 4.
+    model: a folder, a GGUF file, a hub id, "demo", or a config.json alone. profile: default, this
+    machine. priority: "speed" or "fidelity". runtime: weightpath, vllm, transformers or llama.cpp.
+    head_bits: 16, 8, 4. context, sequences, kv_dtype: what the fit in memory is worked out for.
     """
-    from weightpath.checkpoints.locate import open_model
+    from weightpath.checkpoints.locate import config_of, open_model
     from weightpath.jobs.plan import plan_model
+    from weightpath.jobs.shapes import ConfigOnly
 
+    lone = str(model).endswith(".json")
+    checkpoint = ConfigOnly(*config_of(model)) if lone else open_model(model)
     return plan_model(
-        str(model), open_model(model), profile or probe(), priority, runtime, head_bits, group_size
-    )
+        str(model), checkpoint, profile or probe(), priority, runtime, head_bits, group_size,
+        context=context, sequences=sequences, kv_dtype=kv_dtype,
+    )  # fmt: skip
 
 
 def quantize(

@@ -9,6 +9,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tiny_gguf import tiny_model, write_gguf
 from weightpath.checkpoints import demo
 from weightpath.checkpoints.demo import cache_folder, fetch_demo, is_whole
 from weightpath.checkpoints.gguf import GGUFCheckpoint
-from weightpath.checkpoints.locate import locate, open_model, place_of
+from weightpath.checkpoints.locate import config_of, locate, open_model, place_of
 from weightpath.checkpoints.store import SafetensorsCheckpoint
 from weightpath.errors import BadCheckpoint, BadRequest
 
@@ -259,3 +260,20 @@ def peak_anonymous(work: object) -> int:
         done.set()
         watcher.join()
     return most
+
+
+def test_of_a_hub_model_only_the_config_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    asked: list[Any] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert config_of("org/name") == ({"model_type": "llama"}, "org/name config.json")
+    assert asked == [("org/name", ["config.json"])]

@@ -17,7 +17,7 @@ from weightpath.device.profile import FACTS, from_dict
 from weightpath.version import __version__
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-VERBS = ("probe", "plan", "build", "quantize", "inspect", "verify", "run", "serve")
+VERBS = ("probe", "plan", "kv", "build", "quantize", "inspect", "verify", "run", "serve")
 Cli = Callable[..., Any]
 
 

@@ -47,3 +47,19 @@ def test_names_are_spelled_as_the_model_spells_them() -> None:
     model = skeleton.build(mixtral | {"model_type": "mixtral"}, torch.float32)
     stored = "model.layers.0.block_sparse_moe.gate.weight"
     assert skeleton.renamed(model)(stored) == "model.layers.0.mlp.gate.weight"
+
+
+def test_infinities_as_transformers_5_writes_them_are_read() -> None:
+    written = {
+        "a": {"__float__": "Infinity"},
+        "b": [0.0, {"__float__": "-Infinity"}],
+        "c": {"d": 1},
+    }
+    assert skeleton.special_floats(written) == {
+        "a": float("inf"), "b": [0.0, float("-inf")], "c": {"d": 1},
+    }  # fmt: skip
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8,
+             "state_size": 4, "n_groups": 2, "vocab_size": 64}  # fmt: skip
+    limit = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    model = skeleton.build({"model_type": "mamba2", **sizes, **limit}, torch.bfloat16)
+    assert model.config.time_step_limit[1] == float("inf")

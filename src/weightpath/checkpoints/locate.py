@@ -6,11 +6,15 @@ asked through huggingface_hub, which serves its cache where it cannot reach the 
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from weightpath.checkpoints.demo import fetch_demo
 from weightpath.checkpoints.gguf import GGUFCheckpoint
+from weightpath.checkpoints.shards import read_json
 from weightpath.checkpoints.store import Checkpoint, gguf_at, open_checkpoint
 from weightpath.errors import BadRequest
 
@@ -65,15 +69,46 @@ def open_model(model: str | Path) -> Checkpoint:
     return GGUFCheckpoint(path) if path.suffix == ".gguf" else open_checkpoint(path)
 
 
+def config_of(model: str | Path) -> tuple[dict[str, Any], str]:
+    """MODEL's config and the name it goes by in messages; no weights are opened or fetched.
+
+    MODEL may also be a config.json itself. Errors: BadRequest, or BadCheckpoint for a damaged file.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        return read_json(path), str(path)
+    if not path.exists() and str(model) != "demo" and _HUB_ID.fullmatch(str(model)):
+        return read_json(_asked_of_hub(str(model), _config_file)), f"{model} config.json"
+    place = locate(model)
+    if place.suffix == ".gguf":
+        return GGUFCheckpoint(place).config, str(place)
+    folder = place if place.is_dir() else place.parent
+    return read_json(folder / "config.json"), str(folder / "config.json")
+
+
+def _config_file(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return os.path.join(snapshot_download(name, allow_patterns=["config.json"]), "config.json")
+
+
+def _snapshot(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED])
+
+
 def _from_hub(name: str) -> Path:
     """The hub's snapshot of a model, or the cached one where the hub cannot be reached."""
-    from huggingface_hub import snapshot_download
+    return _asked_of_hub(name, _snapshot)
+
+
+def _asked_of_hub(name: str, ask: Callable[[str], str]) -> Path:
+    """What a hub answers, as a path. BadRequest with its reason where there is no answer."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED])
-        )
+        return Path(ask(name))
     except LocalEntryNotFoundError:
         reason = "the hub cannot be reached and its cache has no such model"
     except (HfHubHTTPError, HFValidationError, OSError) as error:

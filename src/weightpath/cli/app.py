@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from weightpath.cli import build, convert, inspect, plan, probe, quantize, run, serve, verify
+from weightpath.cli import build, convert, inspect, kv, plan, probe, quantize, run, serve, verify
 from weightpath.cli.interrupt import CODE as INTERRUPTED
 from weightpath.cli.interrupt import MESSAGE, leaving_at_once
 from weightpath.errors import WeightpathError
@@ -28,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (probe, plan, build, quantize, convert, inspect, verify, run, serve):
+for verb in (probe, plan, kv, build, quantize, convert, inspect, verify, run, serve):
     app.command(verb.NAME, epilog=verb.EXAMPLE)(verb.command)
 
 

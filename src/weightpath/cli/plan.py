@@ -20,7 +20,9 @@ EXAMPLE = "Example: weightpath plan demo --priority fidelity --runtime vllm"
 
 
 def command(
-    model: str = typer.Argument(help="A folder, a GGUF file, a hub id (org/name), or demo."),
+    model: str = typer.Argument(
+        help="A folder, a GGUF file, a hub id (org/name), demo, or a config.json alone."
+    ),
     device: str = typer.Option(
         None, help="A JSON profile or a shipped name, in place of this machine."
     ),
@@ -30,6 +32,11 @@ def command(
     ),
     head: int = typer.Option(8, help="Bits of the output head: 16, 8 or 4."),
     group_size: int = typer.Option(None, help="Force a group size; -1 is per channel."),
+    context: int = typer.Option(
+        None, help="Tokens of a sequence, for the fit in memory; 4096 where the model has so many."
+    ),
+    sequences: int = typer.Option(1, help="Sequences held at a time."),
+    kv_dtype: str = typer.Option("auto", help="auto (the model's), fp32, bf16, fp16, fp8 or int8."),
     why: bool = typer.Option(
         False, "--why", help="Also list what becomes of every tensor, and its reason."
     ),
@@ -37,7 +44,9 @@ def command(
 ) -> None:
     """Print the weight path for MODEL on a device, its reasons, and every path it rejects."""
     profile = weightpath.probe(device=device)
-    made = weightpath.plan(model, profile, priority, runtime, head, group_size)
+    made = weightpath.plan(
+        model, profile, priority, runtime, head, group_size, context, sequences, kv_dtype
+    )
     if json:
         emit_json(made.to_dict())
         return
@@ -93,6 +102,16 @@ def show_plan(plan: Plan) -> None:
         f"  planned: {size(tensors.source_bytes)} -> {size(tensors.file_bytes)}, linears "
         f"{tensors.linear_bits_per_weight:.3f} bits per weight, whole file {tensors.file_bits_per_weight:.3f}"
     )
+    if plan.fit is not None:
+        found = plan.fit
+        stdout.print(f"  {found.fit.sentence}", markup=False)
+        weights = found.weights.step_bytes(found.fit.sequences)
+        stdout.print(
+            f"  a decode step at that context reads {size(found.step_bytes)}: {size(weights)} of "
+            f"weights, {size(found.step_bytes - weights)} of cache"
+        )
+        if found.note:
+            stdout.print(f"  {found.note}", markup=False)
 
 
 def _show_serving(selection: Selection) -> None:

@@ -30,7 +30,8 @@ def build(
     config: Mapping[str, Any], dtype: torch.dtype, where: str = "config.json"
 ) -> PreTrainedModel:
     """The model on the meta device. BadCheckpoint if transformers cannot make one of the config."""
-    settings = {key: value for key, value in config.items() if key != "quantization_config"}
+    plain = special_floats(config)
+    settings = {key: value for key, value in plain.items() if key != "quantization_config"}
     kind = settings.pop("model_type", None)
     if not kind:
         raise BadCheckpoint(
@@ -58,6 +59,19 @@ def build(
         raise BadCheckpoint(where, f"config.json makes no {name or kind} model ({type(error).__name__}: {said})",
                             "mend its values, or upgrade transformers if the model is newer") from error  # fmt: skip
     return model.eval()
+
+
+def special_floats(value: Any) -> Any:
+    """A config's values with infinities and NaN as floats: transformers 5 writes them to
+    config.json as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        named = value.get("__float__")
+        if len(value) == 1 and named in ("Infinity", "-Infinity", "NaN"):
+            return float(named.replace("Infinity", "inf"))
+        return {key: special_floats(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [special_floats(item) for item in value]
+    return value
 
 
 def _bounded(config: Mapping[str, Any], where: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.device.profile import HardwareProfile
 from weightpath.errors import BadRequest
-from weightpath.jobs.shapes import model_shapes
+from weightpath.jobs.memory_fit import PlanFit, plan_fit
+from weightpath.jobs.shapes import ConfigOnly, config_shapes, model_shapes
 from weightpath.paths.evidence import Evidence
 from weightpath.paths.select import Selection, select_weight_path
 from weightpath.paths.tensors import TensorPlan, plan_tensors
@@ -19,12 +20,14 @@ from weightpath.scheme import INT8, Scheme
 @dataclass(frozen=True)
 class Plan:
     """The path chosen for a device (None where a scheme was given instead) and the tensors'
-    schemes. `activation_bits` is what the 4-bit linears run with."""
+    schemes. `activation_bits` is what the 4-bit linears run with. fit: what it takes of the
+    device's memory, and what a decode step reads."""
 
     model: str
     selection: Selection | None
     tensors: TensorPlan
     activation_bits: int
+    fit: PlanFit | None = None
 
     @property
     def path_name(self) -> str:
@@ -52,25 +55,37 @@ class Plan:
             "selection": chosen,
             "activation_bits": self.activation_bits,
             "tensors": self.tensors.to_dict(),
+            "fit": None if self.fit is None else self.fit.to_dict(),
         }
 
 
 def plan_model(
     model: str,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | ConfigOnly,
     profile: HardwareProfile,
     priority: str = "speed",
     runtime: str = "weightpath",
     head_bits: int = 8,
     group_size: int | None = None,
     evidence: Evidence | None = None,
+    context: int | None = None,
+    sequences: int = 1,
+    kv_dtype: str = "auto",
 ) -> Plan:
-    """The path that suits `profile`, and what it makes of every tensor of the checkpoint."""
-    shapes = model_shapes(checkpoint)
+    """The path that suits `profile`, what it makes of every tensor of the checkpoint, and whether
+    that fits its memory with `sequences` sequences of `context` tokens (jobs/memory_fit.py)."""
+    if isinstance(checkpoint, ConfigOnly):
+        shapes = config_shapes(checkpoint.config, checkpoint.where)
+    else:
+        shapes = model_shapes(checkpoint)
     selection = select_weight_path(profile, priority, runtime, shapes, evidence)
     scheme = selection.path.scheme
     tensors = plan_tensors(shapes, scheme, head_bits, group_size, runtime, profile)
-    return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16)
+    fit = plan_fit(
+        checkpoint.config, checkpoint.where, shapes, tensors, profile, runtime, context, sequences,
+        kv_dtype,
+    )  # fmt: skip
+    return Plan(model, selection, tensors, scheme.activation_bits if scheme else 16, fit)
 
 
 def plan_scheme(

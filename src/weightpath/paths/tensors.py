@@ -53,13 +53,31 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """`count` experts [out_features, in_features] that a model keeps in one tensor."""
+
+    name: str
+    count: int
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True)
 class ModelShapes:
-    """A model's weights by shape. `total_bytes`: its checkpoint's tensors, a tied matrix once."""
+    """A model's weights by shape. `total_bytes`: its checkpoint's tensors, a tied matrix once.
+
+    experts: fused ones, which are no linears. tables: looked-up tables beside the input embedding.
+    vector_elements: numbers in tensors of one dimension.
+    """
 
     linears: tuple[LinearShape, ...]
     tied: bool
     dtype: str  # bfloat16, float16 or float32
     total_bytes: int
+    experts: tuple[ExpertShape, ...] = ()
+    experts_per_token: int = 0
+    tables: tuple[LinearShape, ...] = ()
+    vector_elements: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
