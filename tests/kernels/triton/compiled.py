@@ -23,14 +23,14 @@ from weightpath.kernels.triton import (
     partials,
 )
 
-INT4 = dict(codes="*i32", zeros="*i16", scales="*bf16", bias="*bf16", y="*bf16")
-INT4_CONST = dict(GROUP=128, ASYMMETRIC=True, BIAS=True, SPLIT=False, PLAIN=False)
+INT4 = {"codes": "*i32", "zeros": "*i16", "scales": "*bf16", "bias": "*bf16", "y": "*bf16"}
+INT4_CONST = {"GROUP": 128, "ASYMMETRIC": True, "BIAS": True, "SPLIT": False, "PLAIN": False}
 GEMV = dict(
-    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=8, num_stages=1
+    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=16, num_stages=1
 )  # fmt: skip
 GEMM = dict(INT4_CONST, TOKENS=64, BLOCKS=1, WIDE=True, num_warps=4, num_stages=4)
-INT8 = dict(codes="*i8", scale="*fp32", bias="*fp32", y="*bf16")
-INT8_CONST = dict(BIAS=True, SPLIT=False, PLAIN=False)
+INT8 = {"codes": "*i8", "scale": "*fp32", "bias": "*fp32", "y": "*bf16"}
+INT8_CONST = {"BIAS": True, "SPLIT": False, "PLAIN": False}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "int4_gemv": (int4_gemv.int4_gemv_kernel, INT4, GEMV),
     "int4_gemv_one": (int4_gemv.int4_gemv_kernel, INT4, dict(GEMV, ONE=True, ASYMMETRIC=False)),
@@ -54,18 +54,26 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "awq": (
         awq_kernel.awq_kernel,
-        dict(weight="*i32", zeros="*i32", scales="*fp16", bias="*fp16", y="*fp16"),
-        dict(GROUP=128, TOKENS=16, COLUMNS=32, BIAS=True, SPLIT=False, num_warps=4, num_stages=3),
+        {"weight": "*i32", "zeros": "*i32", "scales": "*fp16", "bias": "*fp16", "y": "*fp16"},
+        {
+            "GROUP": 128,
+            "TOKENS": 16,
+            "COLUMNS": 32,
+            "BIAS": True,
+            "SPLIT": False,
+            "num_warps": 4,
+            "num_stages": 3,
+        },
     ),
     "dequantize": (
         dequantize.dequantize_kernel,
-        dict(codes="*i32", scales="*bf16", zeros="*u8", weight="*bf16"),
-        dict(BITS=4, COLUMNS=128, ASYMMETRIC=True, num_warps=4),
+        {"codes": "*i32", "scales": "*bf16", "zeros": "*u8", "weight": "*bf16"},
+        {"BITS": 4, "COLUMNS": 128, "ASYMMETRIC": True, "num_warps": 4},
     ),
     "partials": (
         partials.add_partials_kernel,
-        dict(partial="*fp32", scale="*fp32", bias="*bf16", y="*bf16"),
-        dict(SCALE=True, BIAS=True, BLOCK=256, num_warps=4),
+        {"partial": "*fp32", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"},
+        {"SCALE": True, "BIAS": True, "BLOCK": 256, "num_warps": 4},
     ),
 }
 """Name to kernel, the types of its pointers, and its constants and options."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import interpreter_repair  # noqa: F401
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -11,6 +11,10 @@ K is split into `split_k` equal parts, added in order by `partials.py`. What the
 by `available.awq_refusal`, which asks for no Triton.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch

@@ -5,6 +5,10 @@
 Codes of 4 or 8 bits; the lanes' words are as layouts/gpu_tiles.py says.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -8,6 +8,10 @@ scaled in fp32 (in two halves where groups are of 32) and added. Parts of K go t
 [splits, M, N] that `partials.py` adds in order.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -11,6 +11,10 @@ end. Parts of K go to an fp32 workspace [splits, M, N] that `partials.py` adds i
 so two runs give the same bits.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -42,11 +46,12 @@ class Config:
 def config(rows: int, out_features: int, in_features: int) -> Config:
     """The fixed configuration for x [rows, in_features] and a weight of out_features."""
     row_tiles, chunks = -(-out_features // 64) * 4, -(-in_features // 64)
-    tiles = 2 if rows > 1 and row_tiles >= 4 * PROGRAMS else 1
-    step = 32 if chunks > 16 and tiles == 1 else 16
-    steps = -(-chunks // step)
-    splits = max(1, min(PROGRAMS * tiles // row_tiles, steps, 16))
-    return Config(step, tiles, splits, 8)
+    # Many programs fill the GPU by themselves; few need more bytes on their way at once.
+    many = row_tiles >= 4 * PROGRAMS
+    tiles = 2 if many and 1 < rows <= 8 else 1
+    step, warps = (16, 8) if many or chunks <= 16 else (32, 16)
+    splits = max(1, min(PROGRAMS * tiles // row_tiles, -(-chunks // step), 16))
+    return Config(step, tiles, splits, warps)
 
 
 @triton.jit

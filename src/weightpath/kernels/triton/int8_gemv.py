@@ -10,6 +10,10 @@ operands, which is where that lane's share of the product lies, so that no lane 
 Parts of K go to an fp32 workspace that `partials.py` adds in order.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

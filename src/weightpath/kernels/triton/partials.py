@@ -3,6 +3,10 @@
 y[m, n] = sum_s partial[s, m, n] (* scale[n]) (+ bias[n])     partial fp32 [S, M, N]
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

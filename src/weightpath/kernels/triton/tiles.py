@@ -20,6 +20,10 @@ between lanes: place 4q + 2*(p >> 1) + h instead of 8*(p >> 1) + 2q + h. Both op
 alike, so the product is the same.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false, reportAssignmentType=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
