@@ -28,7 +28,9 @@ INT4_CONST = {"GROUP": 128, "ASYMMETRIC": True, "BIAS": True, "SPLIT": False, "P
 GEMV = dict(
     INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=16, num_stages=1
 )  # fmt: skip
-GEMM = dict(INT4_CONST, TOKENS=64, BLOCKS=1, WIDE=True, num_warps=4, num_stages=4)
+GEMM = dict(
+    INT4_CONST, TOKENS=64, BLOCKS=1, CHUNKS=2, WIDE=True, EVEN=True, num_warps=4, num_stages=4
+)
 INT8 = {"codes": "*i8", "scale": "*fp32", "bias": "*fp32", "y": "*bf16"}
 INT8_CONST = {"BIAS": True, "SPLIT": False, "PLAIN": False}
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
@@ -36,7 +38,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "int4_gemv_one": (int4_gemv.int4_gemv_kernel, INT4, dict(GEMV, ONE=True, ASYMMETRIC=False)),
     "int4_gemv_32": (int4_gemv.int4_gemv_kernel, INT4, dict(GEMV, GROUP=32, CHUNKS=16, SPLIT=True)),
     "int4_gemm": (int4_gemm.int4_gemm_kernel, INT4, GEMM),
-    "int4_gemm_32": (int4_gemm.int4_gemm_kernel, INT4, dict(GEMM, GROUP=32, SPLIT=True)),
+    "int4_gemm_32": (int4_gemm.int4_gemm_kernel, INT4, dict(GEMM, GROUP=32, CHUNKS=1, SPLIT=True)),
     "int8_gemv": (
         int8_gemv.int8_gemv_kernel,
         INT8,
@@ -50,7 +52,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "int8_gemm": (
         int8_gemm.int8_gemm_kernel,
         INT8,
-        dict(INT8_CONST, TOKENS=64, ROWS=64, COLUMNS=128, num_warps=4, num_stages=3),
+        dict(INT8_CONST, TOKENS=64, ROWS=64, COLUMNS=128, EVEN=True, num_warps=4, num_stages=3),
     ),
     "awq": (
         awq_kernel.awq_kernel,
@@ -67,7 +69,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "dequantize": (
         dequantize.dequantize_kernel,
-        {"codes": "*i32", "scales": "*bf16", "zeros": "*u8", "weight": "*bf16"},
+        {"codes": "*i32", "scales": "*bf16", "zeros": "*i16", "weight": "*bf16"},
         {"BITS": 4, "COLUMNS": 128, "ASYMMETRIC": True, "num_warps": 4},
     ),
     "partials": (
@@ -87,7 +89,7 @@ def compile_for(name: str, capability: int, x: str) -> Any:
     options = {key: value for key, value in given.items() if key.startswith("num_")}
     constants = {key: value for key, value in given.items() if key not in options}
     if "WIDE" in constants:
-        constants["WIDE"] = capability != 90
+        constants["WIDE"] = capability == 80
     signature = {
         key: "constexpr" if key in constants else pointers.get(key, x if key == "x" else "i32")
         for key in kernel.arg_names

@@ -195,6 +195,6 @@ def test_what_does_not_fit_is_named() -> None:
         ops.int8_linear(x[:, :255].half(), codes, scale)
     with pytest.raises(BadRequest, match="takes 16 rows at most"):
         ops.int8_linear(x.half(), codes, scale, kernel="gemv")
+    tiles = random_tiles(64, 64, 64, 0, device="cuda")
     with pytest.raises(BadRequest, match="codes are int32"):
-        tiles = random_tiles(64, 64, 64, 0, device="cuda")
         ops.int4_linear(x.half(), tiles.codes, tiles.scales, None, None, 64, 64)

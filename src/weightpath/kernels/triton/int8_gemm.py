@@ -52,27 +52,31 @@ def int8_gemm_kernel(
     x, codes, scale, bias, y,
     M, N, K, x_stride, code_stride, steps_of_part,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr, SPLIT: tl.constexpr, PLAIN: tl.constexpr,
+    EVEN: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """As int8_gemv_kernel."""
+    """As int8_gemv_kernel. Rows and tokens beyond the last are read as the last one is, and not
+    stored; EVEN: whether K is whole steps."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
     dtype: tl.constexpr = tl.float32 if PLAIN else x.dtype.element_ty
     column = tl.arange(0, COLUMNS)
-    at_codes = codes + n.to(tl.int64)[:, None] * code_stride + column[None, :]
-    at_x = x + token.to(tl.int64)[None, :] * x_stride + column[:, None]
-    in_codes, in_x = n[:, None] < N, token[None, :] < M
+    at_codes = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * code_stride + column[None, :]
+    at_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
     total = tl.zeros((ROWS, TOKENS), tl.float32)
     start = part * steps_of_part * COLUMNS
     end = tl.minimum(start + steps_of_part * COLUMNS, K)
     for k in range(start, end, COLUMNS):
-        inside = k + column < K
-        weight = tl.load(at_codes + k, mask=in_codes & inside[None, :], other=0).to(dtype)
-        tokens = tl.load(at_x + k, mask=in_x & inside[:, None], other=0).to(dtype)
+        if EVEN:
+            weight = tl.load(at_codes + k).to(dtype)
+            tokens = tl.load(at_x + k).to(dtype)
+        else:
+            inside = k + column < K
+            weight = tl.load(at_codes + k, mask=inside[None, :], other=0).to(dtype)
+            tokens = tl.load(at_x + k, mask=inside[:, None], other=0).to(dtype)
         total = tl.dot(weight, tokens, total)
     at_y = token.to(tl.int64)[None, :] * N + n[:, None]
-    in_y = in_x & in_codes
+    in_y = (n[:, None] < N) & (token[None, :] < M)
     if SPLIT:
         tl.store(y + part.to(tl.int64) * M * N + at_y, total, mask=in_y)
     else:
@@ -102,7 +106,7 @@ def int8_gemm(
         x, codes, scale, scale if bias is None else bias, out,
         m, n, k, x.stride(0), codes.stride(0), steps,
         TOKENS=config_.tokens, ROWS=config_.rows, COLUMNS=config_.columns,
-        BIAS=bias is not None, SPLIT=splits > 1, PLAIN=plain,
+        EVEN=k % config_.columns == 0, BIAS=bias is not None, SPLIT=splits > 1, PLAIN=plain,
         num_warps=config_.warps, num_stages=config_.stages,
     )  # fmt: skip
     if splits > 1:

@@ -86,8 +86,8 @@ def _multiply_int4(
     elif kernel == "gemm" or (not kernel and rows.shape[0] <= GEMM_ROWS):
         from weightpath.kernels.triton.int4_gemm import int4_gemm
 
-        capability = capability_of(x.device)
-        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide=capability != (9, 0))
+        major = (capability_of(x.device) or (9, 0))[0]
+        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide=major not in (9, 10))
     else:
         weight = _dequantize(codes, scales, zeros, n, x.shape[-1], group_size, x.dtype)
         product = linear(rows, weight, None if bias is None else bias.to(x.dtype))
