@@ -24,6 +24,7 @@ from weightpath.engine.native_weights import Weights
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.layouts.cpu_tiles import KINDS
+from weightpath.nn.low_bit_linear import LowBitLinear
 
 __all__ = ["NativeModel", "Session", "refusal"]
 
@@ -121,6 +122,11 @@ class NativeModel:
             *weights.matrices([self.model.get_output_embeddings()]),  # type: ignore[list-item]
         )
         return decoder
+
+    @property
+    def packed_blocks(self) -> list[tuple[Tensor, tuple[LowBitLinear, ...]]]:
+        """The packed matrices as a step reads them (native_weights.py)."""
+        return self._weights.blocks
 
     @property
     def bytes_per_token(self) -> int:
