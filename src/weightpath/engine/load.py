@@ -27,7 +27,7 @@ from weightpath.checkpoints.audit_finding import Finding
 from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.gguf_file import BLOCKS
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
-from weightpath.checkpoints.store import Checkpoint, gguf_at
+from weightpath.checkpoints.store import Checkpoint, SafetensorsCheckpoint, gguf_at
 from weightpath.engine import skeleton
 from weightpath.engine.decode import NativeModel
 from weightpath.engine.like_transformers import generate_like_transformers
@@ -35,7 +35,7 @@ from weightpath.engine.low_bit_module import module_of
 from weightpath.engine.native_support import refusal
 from weightpath.engine.places import check_places, read_checked, take_bias, tied_copy
 from weightpath.engine.session import Engine
-from weightpath.engine.tiles_cache import find, keep, key_of
+from weightpath.engine.tiles_cache import find, keep, key_of, start_reading
 from weightpath.errors import BadCheckpoint, BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.nn.swap import (
@@ -149,6 +149,10 @@ def load(
     if bits not in (8, 16):
         raise BadRequest(f"{checkpoint.where}: {bits}-bit activations; use 8 or 16")
     dtype = dtype or model_dtype(checkpoint.config)
+    keeps = cache and engine != "transformers" and backend is None
+    keeps = keeps and device.type == "cpu" and cpu.refusal() is None
+    key = key_of(checkpoint, dtype) if keeps else ""
+    reading = start_reading(checkpoint, key) if keeps else None
     model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
     if skeleton.head_name(model) in checkpoint.parts:  # a packed head shares no float matrix
         model.config.tie_word_embeddings = False
@@ -158,13 +162,11 @@ def load(
     tied = tied_copy(model, checkpoint.source)
     total = len(checkpoint.parts)
     run_as_floats: dict[str, tuple[str, str]] = {}
-    files = audit_files(Path(checkpoint.where))
+    opened = checkpoint.source if isinstance(checkpoint.source, SafetensorsCheckpoint) else None
+    files = audit_files(Path(checkpoint.where), opened)
     require_sound(files, checkpoint.where)
-    keeps = cache and engine != "transformers" and backend is None
-    keeps = keeps and device.type == "cpu" and cpu.refusal() is None
     names = [name for name in checkpoint.parts if name not in tables]
-    key = key_of(checkpoint, dtype) if keeps else ""
-    kept = find(checkpoint, key, linears, names) if keeps else ""
+    kept = "" if reading is None else find(checkpoint, reading, linears, names)
     findings: list[Finding] = [] if isinstance(kept, str) else list(kept.findings)
     empty = [name for name in floats if skeleton.empty_bias(linears, name, checkpoint.source.read)]
     for name in empty:
@@ -303,4 +305,6 @@ def _ready(model: PreTrainedModel, where: str, device: str | torch.device) -> Pr
         except Exception as error:  # what a damaged file raises is not one family
             raise BadCheckpoint(str(settings), f"does not load ({_said(error)})",
                                 "mend it, or remove it for the defaults") from error  # fmt: skip
-    return model.to(device).eval()  # type: ignore[arg-type]
+    if torch.device(device).type != "cpu":  # files are read to the CPU
+        model.to(device)  # type: ignore[arg-type]
+    return model.eval()

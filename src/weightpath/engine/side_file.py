@@ -63,8 +63,11 @@ def beside(where: str | Path) -> Path:
     return path / NAME if path.is_dir() else path.with_name(f".{path.name}{NAME}")
 
 
-def read_side_file(path: Path, key: str) -> SideFile | str:
-    """What the file holds, mapped; or why it cannot be used, "" where there is none."""
+def read_side_file(path: Path, key: str, threads: int) -> SideFile | str:
+    """What the file holds, mapped; or why it cannot be used, "" where there is none.
+
+    It may run beside other work: nearly all of its time is spent in the checksum.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -90,7 +93,7 @@ def read_side_file(path: Path, key: str) -> SideFile | str:
     if hasattr(mmap, "MADV_WILLNEED"):
         mapping.madvise(mmap.MADV_WILLNEED)  # where it is not in memory, the disk begins now
     data = torch.frombuffer(mapping, dtype=torch.uint8, offset=start)
-    if _data_sum(data.data_ptr(), end) != metadata["data"]:
+    if _data_sum(data.data_ptr(), end, threads) != metadata["data"]:
         return "has tensors that do not match their checksum"
     try:
         tensors = {name: _view(mapping, start, entry) for name, entry in header.items()}
@@ -122,7 +125,7 @@ def write_side_file(
                     file.write(_bytes_of(tensor))
                 file.flush()
                 whole = mmap.mmap(file.fileno(), len(head) + end, access=mmap.ACCESS_READ)
-                data = _data_sum(_address(whole) + len(head), end)
+                data = _data_sum(_address(whole) + len(head), end, torch.get_num_threads())
                 file.seek(0)
                 file.write(_header(entries, metadata | {"data": data}))
                 file.flush()
@@ -162,8 +165,8 @@ def _header_sum(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([entries, metadata], sort_keys=True).encode()).hexdigest()
 
 
-def _data_sum(address: int, size: int) -> str:
-    return f"{cpu.extension().checksum(address, size, torch.get_num_threads()):016x}"
+def _data_sum(address: int, size: int, threads: int) -> str:
+    return f"{cpu.extension().checksum(address, size, threads):016x}"
 
 
 def _view(mapping: mmap.mmap, start: int, entry: Mapping[str, Any]) -> Tensor:

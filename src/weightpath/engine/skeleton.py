@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -47,7 +48,7 @@ def build(
     _bounded(settings, where)
     try:
         parsed = AutoConfig.for_model(kind, **settings)
-        with torch.device("meta"):
+        with torch.device("meta"), _NoInitialValues():
             found = getattr(transformers, name, None) if name else None
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 model = found._from_config(parsed, dtype=dtype)
@@ -58,6 +59,18 @@ def build(
         raise BadCheckpoint(where, f"config.json makes no {name or kind} model ({type(error).__name__}: {said})",
                             "mend its values, or upgrade transformers if the model is newer") from error  # fmt: skip
     return model.eval()
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves torch's initialisers out: tensors of the meta device have no values to set, and asking
+    for them is a fifth of building a model of 30 layers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _bounded(config: Mapping[str, Any], where: str) -> None:

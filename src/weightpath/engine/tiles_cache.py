@@ -22,8 +22,10 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -92,16 +94,30 @@ def key_of(checkpoint: LowBitCheckpoint, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
+def start_reading(checkpoint: LowBitCheckpoint, key: str) -> Future[SideFile | str]:
+    """Map and check the cache of a checkpoint on a thread of its own."""
+    reading: Future[SideFile | str] = Future()
+    path, threads = beside(checkpoint.where), torch.get_num_threads()
+
+    def read() -> None:
+        try:
+            reading.set_result(read_side_file(path, key, threads))
+        except BaseException as error:  # the caller's, where it waits
+            reading.set_exception(error)
+
+    Thread(target=read, name="weightpath-cache", daemon=True).start()
+    return reading
+
+
 def find(
     checkpoint: LowBitCheckpoint,
-    key: str,
+    reading: Future[SideFile | str],
     linears: Mapping[str, nn.Linear],
     names: Sequence[str],
 ) -> Kept | str:
-    """The cache of a checkpoint, mapped, if it holds the linears `names` in the model's shapes;
-    else a sentence for the user, "" where there is no cache."""
-    path = beside(checkpoint.where)
-    found = read_side_file(path, key)
+    """The cache of a checkpoint, if it holds the linears `names` in the model's shapes; else a
+    sentence for the user, "" where there is no cache."""
+    path, found = beside(checkpoint.where), reading.result()
     if isinstance(found, SideFile):
         try:
             return _fitting(found, linears, names)

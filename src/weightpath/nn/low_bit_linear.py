@@ -119,6 +119,8 @@ class LowBitLinear(nn.Module, ABC):
 
         CannotRun says why one cannot be had, and nothing has changed then.
         """
+        if self._ready and backend == self.backend:
+            return ""
         self.refuse_or(backend)
         self.backend = backend
         self._ready = False
