@@ -160,7 +160,7 @@ class NativeModel:
             if session.model is not self:
                 raise BadRequest("a session of another model; each steps with its own")
             session.check_room(1)
-        logits = torch.empty(len(tokens), self.vocabulary)
+        logits = torch.empty(len(tokens), self.vocabulary, dtype=torch.float32)
         for start in range(0, len(tokens), self.chunk):
             part, ids = sessions[start : start + self.chunk], tokens[start : start + self.chunk]
             self.step(
@@ -211,7 +211,7 @@ class Session:
         size = model.cache_bytes(context)
         self._memory = cpu.fresh_memory(size) if size >= cpu.HUGE_PAGE else _zeros(size)
         self.address = self._memory.data_ptr()
-        self._logits = torch.empty(model.vocabulary)
+        self._logits = torch.empty(model.vocabulary, dtype=torch.float32)
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
         """Logits fp32 [vocabulary] after the last of `tokens`; the next call overwrites them."""
@@ -220,7 +220,7 @@ class Session:
 
     def all_logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits fp32 [len(tokens), vocabulary] after each token."""
-        logits = torch.empty(len(tokens), self.model.vocabulary)
+        logits = torch.empty(len(tokens), self.model.vocabulary, dtype=torch.float32)
         self._run(tokens, logits, every=True)
         return logits
 

@@ -9,6 +9,7 @@ initialiser, and refuses a model in which anything is still without a value.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from weightpath.errors import BadCheckpoint, BadTensor
 
 MOST_LAYERS = 1000
 """Far above the deepest model there is (a few hundred)."""
+_building = threading.Lock()
+"""transformers sets torch's default dtype, which is the whole process's, while it builds a model."""
 _LAYERS = re.compile(r"layers?$|depth$")
 
 
@@ -48,7 +51,7 @@ def build(
     _bounded(settings, where)
     try:
         parsed = AutoConfig.for_model(kind, **settings)
-        with torch.device("meta"), _NoInitialValues():
+        with _building, torch.device("meta"), _NoInitialValues():
             found = getattr(transformers, name, None) if name else None
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 model = found._from_config(parsed, dtype=dtype)
