@@ -341,7 +341,6 @@ def test_other_verbs_do_not_see_the_file(
     native(folder)
     assert (folder / NAME).exists()
     assert seen() == before
-    weightpath.convert(folder, "gguf", tmp_path / "out.gguf")
     weightpath.convert(folder, "awq", tmp_path / "awq")
     assert NAME not in os.listdir(tmp_path / "awq")
     assert weightpath_cli("verify", folder, "--reference", tiny_llama, "--windows", 1).code in (
