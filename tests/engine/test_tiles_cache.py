@@ -343,10 +343,8 @@ def test_other_verbs_do_not_see_the_file(
     assert seen() == before
     weightpath.convert(folder, "awq", tmp_path / "awq")
     assert NAME not in os.listdir(tmp_path / "awq")
-    assert weightpath_cli("verify", folder, "--reference", tiny_llama, "--windows", 1).code in (
-        0,
-        1,
-    )
+    short = ("--windows", 8, "--length", 64, "--prompt-tokens", 2)
+    assert weightpath_cli("verify", folder, "--reference", tiny_llama, *short).code == 0
     weightpath.quantize(tiny_llama, folder, scheme="w4g64", overwrite=True)
     assert NAME not in os.listdir(folder)
 
