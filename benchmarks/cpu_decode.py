@@ -9,7 +9,8 @@ prefill      a prompt of 512 tokens into an empty cache, the first token after i
 decode       64 greedy tokens after a prompt of 16
 decode deep  32 greedy tokens after a prompt of 2,048
 load         from the call that loads to the first token of 8, in a fresh process whose imports are
-             done, files in the page cache
+             done, files in the page cache; ours from the packed weights kept beside the model
+             (engine/tiles_cache.py) and, as "packing", without them
 
 Ours with 8-bit and with 16-bit activations. One model, the same weights for all (decode_models.py), batch of one. Every product runs in a process
 of its own (peer_workers/), with so many threads and at its best settings; they take turns, and so
@@ -31,7 +32,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
     for bits in (8, 16):  # 8 first: the peers quantize activations to 8 bits too
         add(f"weightpath W4A{bits}", sys.executable, "ours_worker.py", model.folder_bytes,
             {}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
-            activation_bits=bits)  # fmt: skip
+            activation_bits=bits, cache=arguments.engine == "native")  # fmt: skip
     python = peer_python("llama", arguments.peers)
     server = str(arguments.llama_server) if arguments.llama_server else None
     if python is None and server is None:
@@ -130,7 +131,7 @@ def speeds(
             once()  # caches, memory and threads are there after it
             return once
 
-        for measure in arguments.measures.split(","):
+        for measure in filter(None, arguments.measures.split(",")):
             calls = {one.name: sample(one.name, measure) for one in found}
             calls["read"] = lambda: READ_BYTES / read() / 1e9
             got = sample_in_turns(calls, arguments.rounds)
@@ -138,19 +139,38 @@ def speeds(
             yield measure, {n: Timing.of(v, "tokens/s") for n, v in got.items()}, limit, tokens
 
 
-def loads(arguments: argparse.Namespace, found: list[Product]) -> dict[str, Timing]:
-    """Seconds from load to first token, each in a fresh process."""
+def loads(
+    arguments: argparse.Namespace, found: list[Product]
+) -> tuple[dict[str, Timing], dict[str, int]]:
+    """Seconds from load to first token, each in a fresh process; and anonymous bytes after it,
+    where a product's worker says them."""
+    anonymous: dict[str, int] = {}
 
     def sample(one: Product) -> Callable[[], float]:
+        cached = one.load.get("cache")
+
         def once() -> float:
             with one.start() as worker:
                 worker.ask(do="versions", **one.asks)  # answered when its imports are done
-                return worker.ask(do="load", **one.load)["first_seconds"]
+                done = worker.ask(do="load", **one.load)
+            if "from_cache" in done and done["from_cache"] != cached:
+                sys.exit(f"{one.name}: from its cache: {done['from_cache']}, wanted {cached}")
+            anonymous[one.name] = done.get("anonymous_bytes", 0)
+            return done["first_seconds"]
 
         return once
 
-    got = sample_in_turns({one.name: sample(one) for one in found}, arguments.loads)
-    return {name: Timing.of(values) for name, values in got.items()}
+    packing = [
+        replace(one, name=f"{one.name}, packing", load={**one.load, "cache": False})
+        for one in found
+        if one.load.get("cache")
+    ]
+    for one in found:  # the caches are written, and files in memory, after one load
+        if one.load.get("cache"):
+            with one.start() as worker:
+                worker.ask(do="load", **one.load)
+    got = sample_in_turns({one.name: sample(one) for one in (*found, *packing)}, arguments.loads)
+    return {name: Timing.of(values) for name, values in got.items()}, anonymous
 
 
 def spread(timing: Timing, digits: int = 1) -> str:
@@ -198,10 +218,11 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
             after = ratio(rates["decode deep"][one.name], rates["decode"][one.name])
             deep[one.name] = after.median
             print(f"  {one.name:24} {after.median:.0%}")
-    first = loads(arguments, found)
+    first, anonymous = loads(arguments, found)
     print(f"{name}: seconds from load to the first token")
-    for one in found:
-        print(f"  {one.name:24} {spread(first[one.name], 2)}")
+    for key, timing in first.items():
+        held = f"  {anonymous[key] / 1e6:.0f} MB anonymous" if anonymous[key] else ""
+        print(f"  {key:34} {spread(timing, 2)}{held}")
     for key, count in same.items():
         print(f"{name}: {key}: the first {count} of {same[ours.name]} tokens are ours")
     return {
@@ -209,6 +230,7 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
         "rows": rows,
         "deep_over_short": deep,
         "first_token_seconds": {key: _three(value) for key, value in first.items()},
+        "first_token_anonymous_bytes": {key: value for key, value in anonymous.items() if value},
         "equal_at_first": same,
     }
 

@@ -97,6 +97,10 @@ NB_MODULE(_cpu, module) {
     const nb::gil_scoped_release released;
     return read_all(set, pointer<const void>(address), bytes, threads);
   }, "address"_a, "bytes"_a, "threads"_a);
+  module.def("checksum", [](uintptr_t address, int64_t bytes, int threads) {
+    const nb::gil_scoped_release released;
+    return checksum(pointer<const void>(address), bytes, threads);
+  }, "address"_a, "bytes"_a, "threads"_a);
   module.def("burn", [](const std::string& wanted, int64_t rounds, int threads) {
     const InstructionSet& set = choose(wanted, MANY_ROWS);
     if (!set.burn) return int64_t{0};

@@ -2,6 +2,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <vector>
 
 #include "pool.hpp"
 
@@ -14,6 +16,25 @@ namespace weightpath {
 namespace {
 
 constexpr int64_t HUGE_PAGE = 2 << 20;
+constexpr int64_t BLOCK = 64 << 10;
+constexpr uint64_t FACTOR = 0x9e3779b97f4a7c15u;  // odd, so that multiplying loses nothing
+
+// Sums of eight interleaved columns of 64-bit words, and sums of those sums: a word that changes
+// changes its column's sum, two that change places its second sum.
+uint64_t block_sum(const char* from, int64_t bytes) {
+  uint64_t first[8] = {}, second[8] = {}, words[8];
+  for (int64_t at = 0; at < bytes; at += LINE) {
+    if (bytes - at < LINE) std::memset(words, 0, LINE);
+    std::memcpy(words, from + at, static_cast<size_t>(bytes - at < LINE ? bytes - at : LINE));
+    for (int i = 0; i < 8; ++i) {
+      first[i] += words[i];
+      second[i] += first[i];
+    }
+  }
+  uint64_t sum = static_cast<uint64_t>(bytes);
+  for (int i = 0; i < 8; ++i) sum = ((sum * FACTOR + first[i]) * FACTOR) + second[i];
+  return sum;
+}
 
 }  // namespace
 
@@ -50,6 +71,20 @@ uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes,
   parallel(bytes / LINE, threads, [&](int64_t start, int64_t stop) {
     total += set.read(from + start * LINE, stop - start);
   });
+  return total;
+}
+
+uint64_t checksum(const void* address, int64_t bytes, int threads) {
+  const char* from = static_cast<const char*>(address);
+  std::vector<uint64_t> sums(static_cast<size_t>((bytes + BLOCK - 1) / BLOCK));
+  parallel(static_cast<int64_t>(sums.size()), threads, [&](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; ++i) {
+      const int64_t left = bytes - i * BLOCK;
+      sums[static_cast<size_t>(i)] = block_sum(from + i * BLOCK, left < BLOCK ? left : BLOCK);
+    }
+  });
+  uint64_t total = static_cast<uint64_t>(bytes);
+  for (const uint64_t sum : sums) total = (total ^ sum) * FACTOR + (total >> 29);
   return total;
 }
 

@@ -25,4 +25,9 @@ struct Scratch {
 // alive.
 uint64_t read_all(const InstructionSet& set, const void* address, int64_t bytes, int threads);
 
+// A checksum of the bytes in their order: the same on every machine of this byte order and with any
+// number of threads. Against damage, not against anyone who means it. It runs at the speed of the
+// memory, and leaves mapped pages in the page table.
+uint64_t checksum(const void* address, int64_t bytes, int threads);
+
 }  // namespace weightpath

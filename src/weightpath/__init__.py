@@ -127,7 +127,7 @@ def verify(
 def load(folder: str | Path, device: str = "cpu", **options: Any) -> PreTrainedModel:
     """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
 
-    options: dtype, backend, activation_bits, progress, engine, kv_cache (see
+    options: dtype, backend, activation_bits, progress, engine, kv_cache, cache (see
     engine.load.load).
     """
     from weightpath.engine.load import load as run

@@ -18,22 +18,27 @@ from pathlib import Path
 
 from weightpath.checkpoints.audit_finding import Finding, plural, shown
 from weightpath.checkpoints.shards import INDEX, read_header, read_shards
+from weightpath.checkpoints.store import SafetensorsCheckpoint
 from weightpath.errors import BadCheckpoint
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<total>\d{1,9})\.safetensors")
 _REMOVE = "remove the file, or fetch the folder again"
 
 
-def audit_files(folder: Path) -> tuple[Finding, ...]:
-    """Findings about the .safetensors files of a folder. Reads headers only.
+def audit_files(folder: Path, opened: SafetensorsCheckpoint | None = None) -> tuple[Finding, ...]:
+    """Findings about the .safetensors files of a folder. Reads headers only; of the model's own
+    files none where it is opened already.
 
     BadCheckpoint as read_shards raises it, where the model's own files do not add up.
     """
     if not folder.is_dir():
         return ()
-    shards = read_shards(folder)
-    used = {path.name for path in shards}
-    held = {name for infos in shards.values() for name in infos}
+    if opened is None:
+        shards = read_shards(folder)
+        used = {path.name for path in shards}
+        held = {name for infos in shards.values() for name in infos}
+    else:
+        used, held = {path.name for path in opened.files}, set(opened.tensors)
     beside = [
         path
         for path in sorted(folder.glob("*.safetensors"))

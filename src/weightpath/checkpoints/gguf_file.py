@@ -129,15 +129,15 @@ class _Cursor:
     """Reads the head of a file from front to back, never past its end."""
 
     def __init__(self, data: np.ndarray, where: str) -> None:
-        self.data, self.where, self.position = data, where, 0
+        self.data, self.where, self.position = data.data, where, 0
 
     def take(self, size: int, what: str) -> bytes:
         end = self.position + size
-        if end > self.data.size:
+        if end > len(self.data):
             raise BadCheckpoint(
-                self.where, f"ends at byte {self.data.size}, {what} needs bytes up to {end}", MEND
+                self.where, f"ends at byte {len(self.data)}, {what} needs bytes up to {end}", MEND
             )
-        taken = self.data[self.position : end].tobytes()
+        taken = bytes(self.data[self.position : end])
         self.position = end
         return taken
 
@@ -147,7 +147,7 @@ class _Cursor:
     def count(self, least: int, what: str) -> int:
         """A u64 count of things that take at least `least` bytes each in the rest of the file."""
         count = self.number("Q", what)
-        left = self.data.size - self.position
+        left = len(self.data) - self.position
         if count * least > left:
             raise BadCheckpoint(self.where, f"{what} is {count}, with {left} bytes left", MEND)
         return count

@@ -91,7 +91,10 @@ class Checkpoint(Protocol):
 
 
 class SafetensorsCheckpoint:
-    """A folder of safetensors. Holds one open map a shard; tensors are views of those maps."""
+    """A folder of safetensors. Holds one open map a shard; tensors are views of those maps.
+
+    files: the shards.
+    """
 
     def __init__(
         self, where: str, config: dict[str, Any], shards: dict[Path, dict[str, TensorInfo]]
@@ -103,6 +106,7 @@ class SafetensorsCheckpoint:
         self.tensors = {name: found[name] for name in natural_order(found)}
         self.companions = companion_files(next(iter(shards)).parent)
         self.fingerprint = fingerprint_of(config, self.tensors.values(), list(shards))
+        self.files = tuple(shards)
         self._maps = {path: open_map(path) for path in shards}
 
     @property

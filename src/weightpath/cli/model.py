@@ -21,10 +21,18 @@ ENGINE: Any = typer.Option(
 KV_CACHE: Any = typer.Option(
     "bf16", help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32."
 )
+NO_CACHE: Any = typer.Option(
+    False, "--no-cache", help="Neither read nor write the packed weights beside the model."
+)
 
 
 def loaded(
-    place: Path, device: str, activation_bits: int | None, engine: str, kv_cache: str
+    place: Path,
+    device: str,
+    activation_bits: int | None,
+    engine: str,
+    kv_cache: str,
+    no_cache: bool,
 ) -> PreTrainedModel:
     """The model, its notes shown on stderr."""
     from weightpath.engine.load import load
@@ -32,7 +40,7 @@ def loaded(
     with progress_bar() as progress:
         model = load(
             place, device, activation_bits=activation_bits, progress=progress, engine=engine,
-            kv_cache=kv_cache,
+            kv_cache=kv_cache, cache=not no_cache,
         )  # fmt: skip
     for note in model.weightpath.notes:  # type: ignore[union-attr]
         stderr.print(f"[dim]note: {escape(note)}[/dim]")

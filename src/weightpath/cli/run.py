@@ -12,7 +12,7 @@ import typer
 
 from weightpath.cli.interrupt import CODE as INTERRUPTED
 from weightpath.cli.interrupt import stopping
-from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, loaded
+from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, NO_CACHE, loaded
 from weightpath.cli.show import emit_json, stderr
 from weightpath.errors import BadRequest
 
@@ -83,6 +83,7 @@ def command(
     device: str = DEVICE,
     engine: str = ENGINE,
     kv_cache: str = KV_CACHE,
+    no_cache: bool = NO_CACHE,
     json: bool = typer.Option(
         False, "--json", help="Print whole answers as JSON (of a chat, a line a turn)."
     ),
@@ -109,7 +110,7 @@ def command(
     place = place_of(folder)
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
-    model = loaded(place, device, activation_bits, engine, kv_cache)
+    model = loaded(place, device, activation_bits, engine, kv_cache, no_cache)
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))
     asked = _Asked(model, tokenizer, system, sampling, limits, logprobs, context, json)
     if interactive:

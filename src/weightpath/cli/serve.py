@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, loaded
+from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, NO_CACHE, loaded
 from weightpath.cli.show import emit_json, stderr
 from weightpath.errors import BadRequest
 
@@ -45,6 +45,7 @@ def command(
     device: str = DEVICE,
     engine: str = ENGINE,
     kv_cache: str = KV_CACHE,
+    no_cache: bool = NO_CACHE,
     json: bool = typer.Option(
         False, "--json", help="Print where it listens, and with what limits, as JSON."
     ),
@@ -70,7 +71,7 @@ def command(
     open_low_bit(place)
     tokenizer = load_tokenizer(place)
     bound = listening_socket(host, port)  # a port that is taken is said before the model is loaded
-    model = loaded(place, device, activation_bits, engine, kv_cache)
+    model = loaded(place, device, activation_bits, engine, kv_cache, no_cache)
     worker = Worker(
         engine_of(model), tokenizer,
         context=context, max_queue=max_queue, sessions=sessions, at_once=at_once,

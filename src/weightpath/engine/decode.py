@@ -24,6 +24,7 @@ from weightpath.engine.native_weights import Weights
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.layouts.cpu_tiles import KINDS
+from weightpath.nn.low_bit_linear import LowBitLinear
 
 __all__ = ["NativeModel", "Session", "refusal"]
 
@@ -123,6 +124,11 @@ class NativeModel:
         return decoder
 
     @property
+    def packed_blocks(self) -> list[tuple[Tensor, tuple[LowBitLinear, ...]]]:
+        """The packed matrices as a step reads them (native_weights.py)."""
+        return self._weights.blocks
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of weights that one step reads, the cache and the embedding's row left out."""
         return self._weights.bytes
@@ -154,7 +160,7 @@ class NativeModel:
             if session.model is not self:
                 raise BadRequest("a session of another model; each steps with its own")
             session.check_room(1)
-        logits = torch.empty(len(tokens), self.vocabulary)
+        logits = torch.empty(len(tokens), self.vocabulary, dtype=torch.float32)
         for start in range(0, len(tokens), self.chunk):
             part, ids = sessions[start : start + self.chunk], tokens[start : start + self.chunk]
             self.step(
@@ -205,7 +211,7 @@ class Session:
         size = model.cache_bytes(context)
         self._memory = cpu.fresh_memory(size) if size >= cpu.HUGE_PAGE else _zeros(size)
         self.address = self._memory.data_ptr()
-        self._logits = torch.empty(model.vocabulary)
+        self._logits = torch.empty(model.vocabulary, dtype=torch.float32)
 
     def extend(self, tokens: Sequence[int]) -> Tensor:
         """Logits fp32 [vocabulary] after the last of `tokens`; the next call overwrites them."""
@@ -214,7 +220,7 @@ class Session:
 
     def all_logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits fp32 [len(tokens), vocabulary] after each token."""
-        logits = torch.empty(len(tokens), self.model.vocabulary)
+        logits = torch.empty(len(tokens), self.model.vocabulary, dtype=torch.float32)
         self._run(tokens, logits, every=True)
         return logits
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from weightpath.checkpoints.audit import (
@@ -23,18 +23,21 @@ from weightpath.checkpoints.audit import (
     require_sound,
     summarise,
 )
+from weightpath.checkpoints.audit_finding import Finding
 from weightpath.checkpoints.gguf import GGUFCheckpoint
+from weightpath.checkpoints.gguf_file import BLOCKS
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
-from weightpath.checkpoints.read_linear import ReadLinear
-from weightpath.checkpoints.shards import TensorInfo
-from weightpath.checkpoints.store import Checkpoint, gguf_at
+from weightpath.checkpoints.store import Checkpoint, SafetensorsCheckpoint, gguf_at
 from weightpath.engine import skeleton
 from weightpath.engine.decode import NativeModel
 from weightpath.engine.like_transformers import generate_like_transformers
 from weightpath.engine.low_bit_module import module_of
 from weightpath.engine.native_support import refusal
+from weightpath.engine.places import check_places, read_checked, take_bias, tied_copy
 from weightpath.engine.session import Engine
-from weightpath.errors import BadCheckpoint, BadRequest, BadTensor, CannotRun
+from weightpath.engine.tiles_cache import find, keep, key_of, start_reading
+from weightpath.errors import BadCheckpoint, BadRequest, CannotRun
+from weightpath.kernels import cpu
 from weightpath.nn.swap import (
     explain,
     replace_module,
@@ -53,7 +56,7 @@ class LowBitModel:
     where another tool made it. format: what it is in. notes: what reading it showed. floats: linears
     whose integers no module takes -> scheme and why; they run as floats. left_out: tensors that
     transformers' model has no use for. native: the engine that sessions of this model run on; None:
-    transformers'."""
+    transformers'. from_cache: whether packed weights were mapped and nothing was packed."""
 
     where: str
     manifest: dict[str, Any]
@@ -64,6 +67,7 @@ class LowBitModel:
     floats: dict[str, tuple[str, str]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     native: Engine | None = field(default=None, repr=False)
+    from_cache: bool = False
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """For every low-bit linear: its scheme, its kernel, and why not the others."""
@@ -111,6 +115,7 @@ def load(
     progress: Progress = no_progress,
     engine: str = "transformers",
     kv_cache: str = "bf16",
+    cache: bool = True,
 ) -> PreTrainedModel:
     """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
 
@@ -121,7 +126,8 @@ def load(
     does not take the model), or "auto", native where it takes the model and a note where not. On
     the native one `generate` takes transformers' common arguments and refuses others by name.
     kv_cache: of the native engine, bf16, int8 (half the memory; on SmolLM2-135M KLD 7e-4 instead of
-    5e-5, docs/experiments.md) or fp32.
+    5e-5, docs/experiments.md) or fp32. cache: where the native engine runs, keep the packed weights
+    in a hidden file beside the checkpoint and map it at the next load (tiles_cache.py).
     Raises BadCheckpoint or BadTensor with the mend.
     """
     if engine not in ENGINES:
@@ -143,56 +149,98 @@ def load(
     if bits not in (8, 16):
         raise BadRequest(f"{checkpoint.where}: {bits}-bit activations; use 8 or 16")
     dtype = dtype or model_dtype(checkpoint.config)
+    keeps = cache and engine != "transformers" and backend is None
+    keeps = keeps and device.type == "cpu" and cpu.refusal() is None
+    key = key_of(checkpoint, dtype) if keeps else ""
+    reading = start_reading(checkpoint, key) if keeps else None
     model = skeleton.build(checkpoint.config, dtype, checkpoint.where)
     if skeleton.head_name(model) in checkpoint.parts:  # a packed head shares no float matrix
         model.config.tie_word_embeddings = False
     linears = skeleton.linears(model)
-    tables = _check_places(checkpoint, model, linears)
+    tables = check_places(checkpoint, model, linears)
     floats = dict(checkpoint.floats)
     tied = tied_copy(model, checkpoint.source)
     total = len(checkpoint.parts)
     run_as_floats: dict[str, tuple[str, str]] = {}
-    findings = list(audit_files(Path(checkpoint.where)))
-    require_sound(findings, checkpoint.where)
+    opened = checkpoint.source if isinstance(checkpoint.source, SafetensorsCheckpoint) else None
+    files = audit_files(Path(checkpoint.where), opened)
+    require_sound(files, checkpoint.where)
+    names = [name for name in checkpoint.parts if name not in tables]
+    kept = "" if reading is None else find(checkpoint, reading, linears, names)
+    findings: list[Finding] = [] if isinstance(kept, str) else list(kept.findings)
     empty = [name for name in floats if skeleton.empty_bias(linears, name, checkpoint.source.read)]
     for name in empty:
         del floats[name]
-    for done, name in enumerate(checkpoint.parts, 1):
-        if name not in tables:
-            bias = _bias(checkpoint, name, linears[name], floats, dtype)
-            read = _read(checkpoint, name, linears[name])
+    for done, name in enumerate(names, 1):
+        bias = take_bias(checkpoint, name, linears[name], floats, dtype)
+        if isinstance(kept, str):
+            read = read_checked(checkpoint, name, linears[name])
             if read.qweight is not None:
-                findings.extend(audit_qweight(name, read.qweight, read.column_scales))
+                found = audit_qweight(name, read.qweight, read.column_scales)
+                findings.extend(finding for finding in found if finding.severity != "note")
             built = module_of(name, read, bias, dtype)
-            if built.why_float:
-                scheme = "float" if read.qweight is None else read.qweight.scheme.name
-                run_as_floats[name] = (scheme, built.why_float)
-            replace_module(model, name, built.module)
-        progress("loading", done, total)
+            scheme = "float" if read.qweight is None else read.qweight.scheme.name
+        else:
+            built, scheme = kept.linear(name, bias), kept.schemes.get(name, ("", ""))[0]
+        if built.why_float:
+            run_as_floats[name] = (scheme, built.why_float)
+        replace_module(model, name, built.module)
+        progress("loading", done, len(names))
+    made: dict[str, Tensor] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in tables:
-            yield f"{name}.weight", checkpoint.read_linear(name).weight().to(dtype)
-        for name in floats:
-            if name != tied:
-                yield name, _cast(checkpoint.source.read(name), dtype)
+        for name in (*(f"{table}.weight" for table in tables), *floats):
+            if name == tied:
+                continue
+            value = None if isinstance(kept, str) else kept.floats.get(name)
+            if value is None:
+                value, computed = _float_tensor(checkpoint, name, dtype)
+                if computed:
+                    made[name] = value
+            yield name, value
 
     left_out = skeleton.fill(model, tensors(), checkpoint.where)
     _ready(model, checkpoint.where, device)
     set_activation_bits(model, bits)
     set_backend(model, backend)
-    warned = [finding for finding in findings if finding.severity != "note"]
+    warned = [finding for finding in (*files, *findings) if finding.severity != "note"]
     notes = (*checkpoint.notes, *summarise(warned, linears=total))
     model.weightpath = LowBitModel(  # type: ignore[assignment]
         checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
-        run_as_floats, (*empty, *left_out),
+        run_as_floats, (*empty, *left_out), from_cache=not isinstance(kept, str),
     )  # fmt: skip
     if engine == "native" or (engine == "auto" and backend is None):
-        _attach_native(model, kv_cache, required=engine == "native")
+        native = _attach_native(model, kv_cache, required=engine == "native")
+        if keeps and native is not None and isinstance(kept, str):
+            progress("keeping", 0, 1)
+            said = keep(
+                checkpoint, key, model, names, native.packed_blocks, made, run_as_floats, findings
+            )
+            progress("keeping", 1, 1)
+            _note(model, *filter(None, (kept, said)))
     return model
 
 
-def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> None:
+def _float_tensor(
+    checkpoint: LowBitCheckpoint, name: str, dtype: torch.dtype
+) -> tuple[Tensor, bool]:
+    """A float tensor, or a low-bit table that is looked up, in `dtype`; and whether it had to be
+    computed: else it is mapped from the file."""
+    module, source = name.removesuffix(".weight"), checkpoint.source
+    if module in checkpoint.parts:
+        return checkpoint.read_linear(module).weight().to(dtype), True
+    stored = source.read(name)
+    value = stored.to(dtype) if stored.is_floating_point() else stored
+    blocks = isinstance(source, GGUFCheckpoint) and source.stored(name)[0] in BLOCKS
+    return value, blocks or value is not stored
+
+
+def _note(model: PreTrainedModel, *notes: str) -> None:
+    about: Any = model.weightpath
+    model.weightpath = replace(about, notes=(*about.notes, *notes))  # type: ignore[assignment]
+
+
+def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> NativeModel | None:
     """The native engine beside the model, for its sessions and as its `generate`; a note where it
     does not take the model, or CannotRun where it is required."""
     about: Any = model.weightpath
@@ -200,14 +248,14 @@ def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> Non
     if reason is not None:
         if required:
             raise CannotRun(f"{about.where}: the native engine does not run it: {reason}")
-        note = f"runs on transformers' modules, not on the native engine: {reason}"
-        model.weightpath = replace(about, notes=(*about.notes, note))  # type: ignore[assignment]
-        return
+        _note(model, f"runs on transformers' modules, not on the native engine: {reason}")
+        return None
     native = NativeModel(model, cache=kv_cache)
     model.weightpath = replace(about, native=native)  # type: ignore[assignment]
     model.generate = partial(  # type: ignore[assignment]
         generate_like_transformers, native, default_config=model.generation_config
     )
+    return native
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -243,70 +291,6 @@ def model_dtype(config: dict[str, Any]) -> torch.dtype:
     return torch.bfloat16
 
 
-def _read(checkpoint: LowBitCheckpoint, name: str, linear: nn.Linear) -> ReadLinear:
-    """One linear as read. BadTensor where its shape is not the model's."""
-    read = checkpoint.read_linear(name)
-    found = read.floats if read.qweight is None else read.qweight.codes
-    assert found is not None
-    wanted = (linear.out_features, linear.in_features)
-    if tuple(found.shape) != wanted:
-        stored = next(iter(checkpoint.parts[name].values()))
-        raise BadTensor(stored, f"holds {list(found.shape)}, the model wants {list(wanted)}",
-                        "the checkpoint does not match its config.json")  # fmt: skip
-    return read
-
-
-def _bias(
-    checkpoint: LowBitCheckpoint,
-    name: str,
-    linear: nn.Linear,
-    floats: dict[str, TensorInfo],
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """A linear's bias, taken out of `floats`; None where the model has none."""
-    if linear.bias is None:
-        return None
-    info = floats.pop(f"{name}.bias", None)
-    if info is None:
-        raise BadTensor(f"{name}.bias", "is missing", "fetch the checkpoint again")
-    if info.shape != (linear.out_features,):
-        raise BadTensor(info.name, f"shape {info.shape}, the model wants {(linear.out_features,)}",
-                        "the checkpoint does not match its config.json")  # fmt: skip
-    return checkpoint.source.read(info.name).to(dtype)
-
-
-def _check_places(
-    checkpoint: LowBitCheckpoint, model: PreTrainedModel, linears: dict[str, nn.Linear]
-) -> list[str]:
-    """Low-bit tables that are looked up and not multiplied. BadCheckpoint for what is neither."""
-    table = skeleton.embedding_name(model)
-    for name in checkpoint.parts:
-        if name not in linears and name != table:
-            raise BadCheckpoint(checkpoint.where, f"{name} is packed but is no linear layer of the model",
-                                "the checkpoint does not match its config.json")  # fmt: skip
-    return [name for name in checkpoint.parts if name == table]
-
-
-def tied_copy(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
-    """A head stored beside an embedding that it is tied to: its name, if the two are equal.
-
-    Where they differ the head is its own, whatever the config says, and the model is untied.
-    """
-    head = skeleton.head_name(model)
-    name = f"{head}.weight"
-    if head is None or name not in checkpoint.tensors or not model.config.tie_word_embeddings:
-        return None
-    table = f"{skeleton.embedding_name(model)}.weight"
-    if table in checkpoint.tensors and torch.equal(checkpoint.read(name), checkpoint.read(table)):
-        return name
-    model.config.tie_word_embeddings = False
-    return None
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
-
-
 def _said(error: Exception) -> str:
     """Another library's exception in one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
@@ -321,4 +305,6 @@ def _ready(model: PreTrainedModel, where: str, device: str | torch.device) -> Pr
         except Exception as error:  # what a damaged file raises is not one family
             raise BadCheckpoint(str(settings), f"does not load ({_said(error)})",
                                 "mend it, or remove it for the defaults") from error  # fmt: skip
-    return model.to(device).eval()  # type: ignore[arg-type]
+    if torch.device(device).type != "cpu":  # files are read to the CPU
+        model.to(device)  # type: ignore[arg-type]
+    return model.eval()

@@ -71,8 +71,8 @@ def _refused(qweight: QWeight) -> str:
     return ""
 
 
-def _float(read: ReadLinear, bias: Tensor | None, dtype: torch.dtype, why: str) -> Built:
-    weight = read.weight().to(dtype)
+def float_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A plain linear on these very tensors."""
     n, k = weight.shape
     linear = nn.Linear(k, n, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -80,4 +80,8 @@ def _float(read: ReadLinear, bias: Tensor | None, dtype: torch.dtype, why: str) 
         linear.bias = nn.Parameter(bias, requires_grad=False)
     for parameter in linear.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-    return Built(linear, why)
+    return linear
+
+
+def _float(read: ReadLinear, bias: Tensor | None, dtype: torch.dtype, why: str) -> Built:
+    return Built(float_linear(read.weight().to(dtype), bias), why)

@@ -7,7 +7,7 @@ biases are copied to fp32, which holds every value that they have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -39,15 +39,21 @@ class Weights:
     hold their tiles there too, so that weights are in memory once.
 
     modules: all linears, whose sizes make the mapping's. bytes: of all matrices, which is what one
-    token reads.
+    token reads. blocks: the packed matrices in the order in which a step reads them, uint8 [tiles,
+    bytes], each with the modules whose tiles are its columns.
+
+    Modules whose tiles are rows of a matrix already (another engine's, or a mapped file's) are read
+    where they are.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         self.kept: list[Tensor] = []
+        self.blocks: list[tuple[Tensor, tuple[LowBitLinear, ...]]] = []
         self.bytes = 0
-        sizes = (_packed_bytes(_plain(module)) for module in modules)
-        self._arena = cpu.fresh_memory(sum(size for size in sizes if size < SMALL))
+        low_bit = [plain for plain in map(_plain, modules) if isinstance(plain, LowBitLinear)]
+        moving = [tiles.packed.numel() for tiles in map(tiles_of, low_bit) if _moves(tiles)]
+        self._arena = cpu.fresh_memory(sum(moving))
         self._used = 0
 
     def vector(self, values: Tensor | None) -> int:
@@ -60,22 +66,21 @@ class Weights:
             tiles_of(plain) if isinstance(plain, LowBitLinear) else None
             for plain in map(_plain, modules)
         ]
-        small = [one for one in tiles if one is not None and one.packed.numel() < SMALL]
+        small = [one for one in tiles if one is not None and _moves(one)]
         if paired and len(small) == len(tiles) and len({_count(one) for one in small}) == 1:
             rows = [one.packed.view(_count(one), -1) for one in small]
             joint = self._placed(torch.cat(rows, dim=1).flatten()).view(_count(small[0]), -1)
             starts = [0, *accumulate(row.shape[1] for row in rows)]
-            views = [joint[:, start:] for start in starts[:-1]]
+            views = [joint[:, start:stop] for start, stop in pairwise(starts)]
+            self.blocks.append((joint, tuple(map(_plain, modules))))
         else:
-            views = [
-                None if one is None
-                else (self._placed(one.packed) if one.packed.numel() < SMALL else one.packed).view(_count(one), -1)
-                for one in tiles
-            ]  # fmt: skip
+            views = [None if one is None else self._rows(one) for one in tiles]
+            for module, view in zip(modules, views, strict=True):
+                if view is not None:
+                    self.blocks.append((view, (_plain(module),)))
         for module, view in zip(modules, views, strict=True):
             if view is not None:
-                plain = _plain(module)
-                plain.hold_rows(view[:, : plain.cpu_tiles.packed.numel() // len(view)])
+                _plain(module).hold_rows(view)
         return [
             self._floats(module) if one is None or view is None else self._packed(module, one, view)
             for module, one, view in zip(modules, tiles, views, strict=True)
@@ -111,6 +116,13 @@ class Weights:
             column_scales=self.vector(scales),
         )
 
+    def _rows(self, tiles: CpuTiles) -> Tensor:
+        """A matrix's rows [tiles, bytes], placed where that is due."""
+        if tiles.packed.dim() == 2:
+            return tiles.packed
+        packed = self._placed(tiles.packed) if _moves(tiles) else tiles.packed
+        return packed.view(_count(tiles), -1)
+
     def _placed(self, packed: Tensor) -> Tensor:
         """A copy in the mapping, after what was placed before."""
         place = self._arena[self._used : self._used + packed.numel()]
@@ -131,6 +143,6 @@ def _count(tiles: CpuTiles) -> int:
     return -(-tiles.out_features // ROWS)
 
 
-def _packed_bytes(module: nn.Module) -> int:
-    """Bytes of a low-bit linear's tiles; 0 for floats."""
-    return tiles_of(module).packed.numel() if isinstance(module, LowBitLinear) else 0
+def _moves(tiles: CpuTiles) -> bool:
+    """Whether a packed matrix is small, and no row of another one."""
+    return tiles.packed.dim() == 1 and tiles.packed.numel() < SMALL

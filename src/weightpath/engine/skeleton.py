@@ -9,12 +9,14 @@ initialiser, and refuses a model in which anything is still without a value.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
@@ -23,6 +25,8 @@ from weightpath.errors import BadCheckpoint, BadTensor
 
 MOST_LAYERS = 1000
 """Far above the deepest model there is (a few hundred)."""
+_building = threading.Lock()
+"""transformers sets torch's default dtype, which is the whole process's, while it builds a model."""
 _LAYERS = re.compile(r"layers?$|depth$")
 
 
@@ -48,7 +52,7 @@ def build(
     _bounded(settings, where)
     try:
         parsed = AutoConfig.for_model(kind, **settings)
-        with torch.device("meta"):
+        with _building, torch.device("meta"), _NoInitialValues():
             found = getattr(transformers, name, None) if name else None
             if isinstance(found, type) and issubclass(found, PreTrainedModel):
                 model = found._from_config(parsed, dtype=dtype)
@@ -72,6 +76,18 @@ def special_floats(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [special_floats(item) for item in value]
     return value
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves torch's initialisers out: tensors of the meta device have no values to set, and asking
+    for them is a fifth of building a model of 30 layers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def _bounded(config: Mapping[str, Any], where: str) -> None:

@@ -22,7 +22,8 @@ from weightpath.checkpoints.low_bit import MANIFEST
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.checkpoints.writer import CheckpointWriter, Planned, Unit
 from weightpath.engine import skeleton
-from weightpath.engine.load import Progress, no_progress, tied_copy
+from weightpath.engine.load import Progress, no_progress
+from weightpath.engine.places import tied_copy
 from weightpath.errors import BadRequest, BadTensor, WeightpathError
 from weightpath.jobs.shapes import stored_dtype
 from weightpath.paths.tensors import TensorPlan

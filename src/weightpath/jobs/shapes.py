@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from weightpath.checkpoints.store import Checkpoint
 from weightpath.engine import skeleton
-from weightpath.engine.load import tied_copy
+from weightpath.engine.places import tied_copy
 from weightpath.paths.tensors import ExpertShape, LinearShape, ModelShapes
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}

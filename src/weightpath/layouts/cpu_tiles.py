@@ -40,6 +40,8 @@ from weightpath.errors import BadTensor
 from weightpath.qweight import QWeight
 from weightpath.scheme import PER_CHANNEL, Scheme
 
+VERSION = 1
+"""Of these bytes; a file that keeps them (engine/tiles_cache.py) is made anew where it differs."""
 ROWS = 32
 LINE = 64
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

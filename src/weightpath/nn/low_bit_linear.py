@@ -20,7 +20,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,18 @@ class LowBitLinear(nn.Module, ABC):
         self._tiles: CpuTiles | None = None
         self._ready = False  # whether the form is the chosen kernel's
         self._few_rows = 0  # rows of x from which torch takes the product; 0: never
+
+    @classmethod
+    def from_tiles(cls, tiles: CpuTiles, scheme: Scheme, bias: Tensor | None = None) -> Self:
+        """A linear on codes that are laid out already, nothing copied. tiles.packed may be uint8
+        rows [tiles, bytes of a tile], strided or not, as `hold_rows` takes."""
+        module = cls.__new__(cls)
+        LowBitLinear.__init__(module, bias)
+        module.out_features, module.in_features = tiles.out_features, tiles.in_features
+        module.scheme = scheme
+        module.register_buffer("tiles", tiles.packed)
+        module._tiles = tiles
+        return module
 
     # The subclass's part.
 
@@ -107,6 +119,8 @@ class LowBitLinear(nn.Module, ABC):
 
         CannotRun says why one cannot be had, and nothing has changed then.
         """
+        if self._ready and backend == self.backend:
+            return ""
         self.refuse_or(backend)
         self.backend = backend
         self._ready = False
