@@ -66,6 +66,7 @@ class NativeModel:
         if chunk < 1:
             raise BadRequest(f"{chunk} rows of a step; use 1 or more")
         self.model, self.config, self.chunk, self.threads = model, model.config, chunk, threads
+        self.cache = cache
         self.vocabulary: int = model.get_output_embeddings().out_features  # type: ignore[assignment]
         self._weights = Weights(native_support.linears(model).values())
         self._cache_shape = (
