@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,66 @@ def test_every_sampling_setting_reaches_the_sampler(
     options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]  # fmt: skip
     arguments = ("run", tiny_low_bit, "--prompt", "Hello", "--max-new-tokens", "8", *options)
     assert weightpath_cli(*arguments).out.strip() == expected(user("Hello"), **settings)
+
+
+@pytest.fixture
+def advising(tiny_low_bit: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The tiny folder with a generation_config.json of its own."""
+
+    def made(**settings: Any) -> Path:
+        folder = Path(shutil.copytree(tiny_low_bit, tmp_path / "advising", dirs_exist_ok=True))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **settings}))
+        return folder
+
+    return made
+
+
+def test_what_generation_config_advises_is_applied_and_said(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    settings = {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3}
+    folder = advising(do_sample=True, **settings)
+    ran = weightpath_cli("run", folder, "--prompt", "Hello", "--max-tokens", "8", "--seed", "4")
+    assert ran.out.strip() == expected(user("Hello"), seed=4, **settings)
+    assert ran.out.strip() != expected(user("Hello"), seed=4, temperature=1.5)
+    said = "temperature 1.5, top_k 20, top_p 0.8, repetition_penalty 1.3, as generation_config"
+    assert said in " ".join(ran.err.split())
+
+
+def test_an_option_goes_before_what_generation_config_advises(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    folder = advising(do_sample=True, temperature=1.5, repetition_penalty=1.7)
+    arguments = ("run", folder, "--prompt", "Hello", "--max-tokens", "8", "--temperature", "0")
+    ran = weightpath_cli(*arguments)
+    assert ran.out.strip() == expected(user("Hello"), repetition_penalty=1.7)
+    assert ran.out.strip() != expected(user("Hello"))
+    assert "repetition_penalty 1.7, as generation_config" in " ".join(ran.err.split())
+    assert "temperature 1.5" not in ran.err
+    plain = weightpath_cli(*arguments, "--repetition-penalty", "1")
+    assert plain.out.strip() == expected(user("Hello"))
+    assert "generation_config" not in plain.err
+
+
+def test_without_advice_the_answer_is_greedy_and_do_sample_alone_is_temperature_1(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    arguments = ("--prompt", "Hello", "--max-tokens", "8", "--seed", "4")
+    greedy = weightpath_cli("run", advising(), *arguments)
+    assert greedy.out.strip() == expected(user("Hello"))
+    assert "generation_config" not in greedy.err
+    drawn = weightpath_cli("run", advising(do_sample=True), *arguments)
+    assert drawn.out.strip() == expected(user("Hello"), temperature=1.0, seed=4)
+
+
+def test_advice_that_cannot_be_is_one_clear_line(
+    weightpath_cli: Cli, advising: Callable[..., Path]
+) -> None:
+    folder = advising(do_sample=True, repetition_penalty=1000.0)
+    ran = weightpath_cli("run", folder, "--prompt", "Hello")
+    assert ran.code == 2
+    assert "repetition_penalty 1000" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_an_answer_ends_before_any_of_the_stop_strings(

@@ -58,16 +58,18 @@ def command(
     max_tokens: int = typer.Option(
         256, "--max-tokens", "--max-new-tokens", min=1, help="Tokens to generate at most."
     ),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
-    top_k: int = typer.Option(0, min=0, help="Sample from the k most likely; 0: from all."),
+    temperature: float = typer.Option(
+        None, min=0.0, help="0 is greedy. This and the next four: else generation_config.json's."
+    ),
+    top_k: int = typer.Option(None, min=0, help="Sample from the k most likely; 0: from all."),
     top_p: float = typer.Option(
-        1.0, min=0.0, max=1.0, help="Nucleus sampling, with a temperature."
+        None, min=0.0, max=1.0, help="Nucleus sampling, with a temperature; 1: none."
     ),
     min_p: float = typer.Option(
-        0.0, min=0.0, max=1.0, help="Leave out what is less likely than this times the likeliest."
+        None, min=0.0, max=1.0, help="Leave out what is less likely than this times the likeliest."
     ),
     repetition_penalty: float = typer.Option(
-        1.0, min=0.01, help="Above 1 makes tokens that were there less likely."
+        None, min=0.01, help="Above 1 makes tokens that were there less likely; 1: none."
     ),
     seed: int = typer.Option(None, help="Seed for sampling."),
     stop: list[str] = typer.Option(
@@ -101,7 +103,12 @@ def command(
     from weightpath.engine.sampling import Sampling
     from weightpath.engine.stream import Limits
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    settings = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    given = {name: value for name, value in settings.items() if value is not None}
+    Sampling(**given)  # what cannot be is said before the model is loaded
     limits = Limits(max_tokens, (), tuple(stop or ()))
     texts = [sys.stdin.read() if prompt == "-" else prompt] if prompt is not None else []
     if prompts_file is not None:
@@ -111,6 +118,7 @@ def command(
     tokenizer = load_tokenizer(place)
     model = loaded(place, device, activation_bits, engine, kv_cache)
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))
+    sampling = _sampling(model, given)
     asked = _Asked(model, tokenizer, system, sampling, limits, logprobs, context, json)
     if interactive:
         _chat(asked)
@@ -118,6 +126,17 @@ def command(
         _many(asked, texts, at_once)
     else:
         _one(asked, texts[0])
+
+
+def _sampling(model: Any, given: dict[str, Any]) -> Sampling:
+    """The options, over what generation_config.json advises, which is said on stderr."""
+    from weightpath.serve.defaults import advised, default_sampling
+
+    taken = {name: value for name, value in advised(model).items() if name not in given}
+    if taken:
+        said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+        stderr.print(f"[dim]note: {said}, as generation_config.json advises[/dim]")
+    return replace(default_sampling(model, unsaid_temperature=0.0), **given)
 
 
 def _lines(name: str) -> list[str]:
