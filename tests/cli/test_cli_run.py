@@ -97,7 +97,7 @@ def test_json_holds_the_whole_answer_and_nothing_is_streamed(
     plain = json.loads(ran.out)
     assert set(plain) == {
         "text", "prompt_tokens", "cached_tokens", "tokens", "seconds", "prefill_seconds",
-        "decode_seconds", "stopped", "finish",
+        "decode_seconds", "stopped", "finish", "error",
     }  # fmt: skip
     assert plain["finish"] == "length"
     assert plain["text"] == expected(user("Hello"))
@@ -327,3 +327,36 @@ def press_at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return real(self, tokens)
 
     monkeypatch.setattr(Session, "extend", extend)
+
+
+@pytest.mark.filterwarnings("ignore:a step of 2 sequences failed")
+def test_a_prompt_of_a_file_that_fails_leaves_the_others_their_answers(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from weightpath.engine.decode import NativeModel
+
+    real = NativeModel.step
+
+    def failing(
+        self: Any, tokens: list[int], caches: Any, positions: list[int], *rest: Any
+    ) -> None:
+        if long in positions:
+            raise MemoryError("no room for keys and values")
+        real(self, tokens, caches, positions, *rest)
+
+    (tmp_path / "prompts").write_text("Hello\nA longer prompt that goes on and on\nHi\n")
+    texts = (tmp_path / "prompts").read_text().splitlines()
+    wanted = [expected(user(text)) for text in texts]
+    long = len(encode(tokenizer_of(tiny_low_bit), [user(texts[1])])[0]) + 2
+    monkeypatch.setattr(NativeModel, "step", failing)
+    arguments = ("run", tiny_low_bit, "--prompts-file", tmp_path / "prompts", "--max-tokens", "8")
+    ran = weightpath_cli(*arguments, "--at-once", "2", "--json")
+    assert ran.code == 2
+    rows = json.loads(ran.out)["answers"]
+    assert [row["finish"] for row in rows] == ["length", "failed", "length"]
+    assert [row["text"] for row in (rows[0], rows[2])] == [wanted[0], wanted[2]]
+    assert rows[1]["error"] == "no room for keys and values"
+    assert len(rows[1]["tokens"]) == 3
+    assert "1 of 3 prompts failed, number 2 first: no room" in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err

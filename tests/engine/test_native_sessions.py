@@ -63,6 +63,23 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
         assert torch.equal(together.extend([token]), alone.extend([token]))
 
 
+@pytest.mark.parametrize("scheme", ["w4g32", "w4a8g32", "int8"])
+def test_one_to_sixteen_threads_write_the_same_greedy_text(scheme: str) -> None:
+    model = build_model("llama", hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
+    quantize_model(model, scheme)
+    native, prompt = NativeModel(model, chunk=64), some_ids(150)
+    texts, logits = set(), []
+    for threads in range(1, 17):
+        native.threads = threads
+        session, text = native.session(), []
+        logits.append(session.extend(prompt).clone())
+        while len(text) < 12:
+            text.append(int((logits[-1] if not text else session.extend(text[-1:])).argmax()))
+        texts.add(tuple(text))
+    assert len(texts) == 1
+    assert all(torch.equal(one, logits[0]) for one in logits)
+
+
 def test_what_was_truncated_leaves_no_trace() -> None:
     native, ids = low_bit(), some_ids(300)
     used, fresh = native.session(), native.session()

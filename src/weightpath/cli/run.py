@@ -14,7 +14,7 @@ from weightpath.cli.interrupt import CODE as INTERRUPTED
 from weightpath.cli.interrupt import stopping
 from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, loaded
 from weightpath.cli.show import emit_json, stderr
-from weightpath.errors import BadRequest
+from weightpath.errors import BadRequest, CannotRun
 
 if TYPE_CHECKING:
     from weightpath.engine.generate import Answer, Message
@@ -232,14 +232,14 @@ def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
         nonlocal printed
         pieces[index].append(piece)
         while not asked.json and printed < len(texts) and _is_whole(pieces[printed]):
-            heading = " ".join(texts[printed].split())[:HEADING]
-            print(f"## {heading}\n{joined(pieces[printed]).text.strip()}\n", flush=True)
+            heading, whole = " ".join(texts[printed].split())[:HEADING], joined(pieces[printed])
+            print(f"## {heading}\n{whole.text.strip()}\n", flush=True)
             printed += 1
 
     with stopping() as stopped:
         replies = generate_many(
             engine_of(asked.model), asked.tokenizer, prompts, asked.sampling, asked.limits,
-            asked.logprobs, at_once, asked.context, stopped, show,
+            asked.logprobs, at_once, asked.context, stopped, show, isolate=True,
         )  # fmt: skip
     answers = [answer_of(reply, asked.logprobs is not None) for reply in replies]
     if asked.json:
@@ -249,6 +249,10 @@ def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
         emit_json({"answers": rows})
     if any(one.finish == "cancelled" for one in answers):
         raise typer.Exit(INTERRUPTED)
+    failed = [index for index, one in enumerate(answers, 1) if one.error]
+    if failed:
+        first = answers[failed[0] - 1].error
+        raise CannotRun(f"run: {len(failed)} of {len(texts)} prompts failed, number {failed[0]} first: {first}")  # fmt: skip
 
 
 def _is_whole(pieces: list[Piece]) -> bool:
