@@ -194,16 +194,16 @@ class Worker:
                     job.deliver(piece)
                 elif piece.error is not None:
                     _report(piece.error)
-                    self._sessions.drop()
+                    self._sessions.drop(one.session)
                     self._end(job, piece.error)
                 else:
                     self._sessions.give_back(one.session, one.prompt)
                     self._end(job, piece)
         except Exception as error:  # of no one sequence: no session can be trusted
             _report(error)
-            for job in by_generation.values():
+            for one, job in by_generation.items():
                 if job in self._running:
-                    self._sessions.drop()
+                    self._sessions.drop(one.session)
                     self._end(job, error)
 
     def _end(self, job: Job, last: Event) -> None:
