@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from native_fidelity import LENGTH, agreed, changes, parting
 from peer_agreement import LENGTH as PLACES
 from peer_agreement import Case, interval, measure
-from torch import Tensor
 
 V = 8
 
