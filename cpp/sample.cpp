@@ -9,6 +9,10 @@
 // what has to be looked at again: the k-th largest of them is no more than the k-th largest logit,
 // and tokens under (1 - p) / vocabulary together weigh less than 1 - p. exp is 2^n times a
 // polynomial of degree 7 (relative error 2e-7); sums are in double.
+//
+// top-p over a broad distribution neither gathers nor sorts what it keeps: where the limit lies is
+// guessed from a sixteenth of the blocks, and one pass sums what is above the guess and takes out
+// what is near it. A guess that proves wrong costs the way that gathers all.
 
 #include "sample.hpp"
 
@@ -26,9 +30,15 @@ constexpr int64_t BLOCK = SAMPLE_BLOCK;
 constexpr int64_t FEW = 100;         // tokens that are tried for a nucleus first
 constexpr double ROUNDING = 1e-6;    // of a sum of weights
 constexpr double SLACK = 1e-3;       // of an exponent
+constexpr int STEPS = 2048;          // in which weights are summed for a nucleus, so many
+constexpr int A_UNIT = 16;           // to a unit of the exponent
+constexpr int64_t BROAD = 64;        // blocks from which a nucleus is guessed at
+constexpr int64_t STRIDE = 16;       // of the blocks that a guess looks at
+constexpr int ASIDE = 2;             // steps that a guess may be off at first
+constexpr int FINE = 16;             // parts of a step, where what is near the limit is in order
 
 const SamplePasses& passes() {
-  static constexpr SamplePasses PLAIN{block_maxima, weigh};
+  static constexpr SamplePasses PLAIN{block_maxima, weigh, pick, split, kept};
 #ifdef WEIGHTPATH_AVX2
   static const bool avx2 = features().avx2;
   if (avx2) return SAMPLE_AVX2;
@@ -38,9 +48,11 @@ const SamplePasses& passes() {
 
 // Buffers of a thread, kept from token to token.
 struct Scratch {
-  std::vector<float> penalised, maxima, raw_maxima, values, order, weights;
+  std::vector<float> penalised, maxima, raw_maxima, order, all_weights;
   std::vector<double> sums;
-  std::vector<int64_t> ids;
+  std::vector<int64_t> ids;            // of what is gathered,
+  std::vector<float> values, weights;  // and what is; room for the vocabulary, `count` are there
+  size_t count = 0;
 };
 
 size_t blocks_of(int64_t n) { return static_cast<size_t>((n + BLOCK - 1) / BLOCK); }
@@ -69,22 +81,20 @@ int64_t position_of_largest(const float* x, int64_t n, const std::vector<float>&
 // Ids of all values >= bound, ascending, and the values.
 void gather(const float* x, int64_t n, const std::vector<float>& maxima, float bound,
             Scratch& room) {
-  size_t count = 0;
+  const size_t most = (maxima.size() + 1) * BLOCK;
+  if (room.ids.size() < most) {
+    room.ids.resize(most);
+    room.values.resize(most);
+    room.weights.resize(most);
+  }
+  room.count = 0;
   for (size_t block = 0; block < maxima.size(); ++block) {
     if (maxima[block] < bound) continue;
-    room.ids.resize(std::max(room.ids.size(), count + BLOCK));
-    room.values.resize(room.ids.size());
-    const int64_t start = static_cast<int64_t>(block) * BLOCK, stop = std::min(n, start + BLOCK);
-    int64_t* ids = room.ids.data();
-    float* values = room.values.data();
-    for (int64_t i = start; i < stop; ++i) {  // without a branch that the data decides
-      ids[count] = i;
-      values[count] = x[i];
-      count += x[i] >= bound;
-    }
+    const int64_t start = static_cast<int64_t>(block) * BLOCK;
+    room.count += static_cast<size_t>(
+        passes().pick(x + start, std::min(BLOCK, n - start), bound, start,
+                      room.ids.data() + room.count, room.values.data() + room.count));
   }
-  room.ids.resize(count);
-  room.values.resize(count);
 }
 
 // A bound that at least k values reach.
@@ -96,58 +106,142 @@ float bound_of_top(const std::vector<float>& maxima, int64_t k, std::vector<floa
   return *nth;
 }
 
-// The k-th largest of `values`, k <= their number.
-float kth_largest(const std::vector<float>& values, int64_t k, std::vector<float>& order) {
-  order = values;
-  const auto nth = order.begin() + (k - 1);
-  std::nth_element(order.begin(), nth, order.end(), std::greater<>());
+// The k-th largest of the gathered values, k <= their number.
+float kth_largest(Scratch& room, int64_t k) {
+  room.order.assign(room.values.data(), room.values.data() + room.count);
+  const auto nth = room.order.begin() + (k - 1);
+  std::nth_element(room.order.begin(), nth, room.order.end(), std::greater<>());
   return *nth;
 }
 
 // w of every gathered value, and their sum, taken in order.
 double gathered_weights(Scratch& room, float largest, float inverse) {
-  const int64_t count = static_cast<int64_t>(room.values.size());
+  const int64_t count = static_cast<int64_t>(room.count);
   room.sums.resize(blocks_of(count));
-  room.weights.resize(blocks_of(count) * BLOCK);
   passes().weigh(room.values.data(), count, largest, inverse, room.sums.data(),
                  room.weights.data());
   double total = 0.0;
-  for (int64_t i = 0; i < count; ++i) total += static_cast<double>(room.weights[i]);
+  for (size_t i = 0; i < room.count; ++i) total += static_cast<double>(room.weights[i]);
   return total;
 }
 
+// Steps of 1 / scale below `largest`, counted from `first`; what is beyond is in the last.
+int step_of(float value, float largest, float scale, float first = 0.0f) {
+  const float distance = (largest - value) * scale - first;
+  return distance < STEPS - 1 ? static_cast<int>(distance) : STEPS - 1;
+}
+
 // The smallest of the gathered values that is kept where those strictly above it must weigh less
-// than `target`, at temperature 1 / inverse. Weights are summed by steps of 1/16 in the exponent;
-// then the values of the step in which the target is reached are put in order.
-float nucleus_bound(Scratch& room, float largest, float inverse, double target) {
-  constexpr int STEPS = 2048, A_UNIT = 16;
+// than `target`; what is not gathered and above them weighs `above`. w = exp((x - largest) *
+// inverse). Weights are summed by steps (`scale`, from `first` on, see step_of); then the values of
+// the step in which the target is reached are put in order.
+float nucleus_bound(Scratch& room, float largest, float inverse, float scale, float first,
+                    double target, double above) {
   double steps[STEPS] = {};
-  const auto step_of = [&](float value) {
-    const float distance = (largest - value) * inverse * A_UNIT;
-    return distance < STEPS - 1 ? static_cast<int>(distance) : STEPS - 1;
-  };
-  const size_t count = room.values.size();
   int last = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const int step = step_of(room.values[i]);
+  for (size_t i = 0; i < room.count; ++i) {
+    const int step = step_of(room.values[i], largest, scale, first);
     steps[step] += static_cast<double>(room.weights[i]);
     last = std::max(last, step);
   }
-  double above = 0.0;
   int step = 0;
   while (step < last && above + steps[step] < target) above += steps[step++];
   room.order.clear();
-  for (size_t i = 0; i < count; ++i) {
-    if (step_of(room.values[i]) == step) room.order.push_back(room.values[i]);
+  for (size_t i = 0; i < room.count; ++i) {
+    if (step_of(room.values[i], largest, scale, first) == step) {
+      room.order.push_back(room.values[i]);
+    }
   }
   std::sort(room.order.begin(), room.order.end(), std::greater<>());
   float kept = room.order.empty() ? largest : room.order.front();
-  for (size_t i = 0; i < room.order.size(); ++i) {
-    if (room.order[i] != kept && above >= target) break;
-    kept = room.order[i];
+  for (const float value : room.order) {
+    if (value != kept && above >= target) break;
+    kept = value;
     above += std::exp(static_cast<double>(kept - largest) * inverse);
   }
   return kept;
+}
+
+// The step in which a nucleus ends, by every STRIDE-th block: `gathered` is the weight of values
+// >= `bound`, all of them in the nucleus; among the others the sampled blocks stand for all.
+int guessed_step(const SampleRequest& ask, const float* scores, float largest, float inverse,
+                 float bound, double gathered, double total, double target, const Scratch& room) {
+  double steps[STEPS] = {}, seen = 0.0;
+  const int64_t blocks = static_cast<int64_t>(room.maxima.size());
+  for (int64_t block = 0; block < blocks; block += STRIDE) {
+    const int64_t stop = std::min(ask.vocabulary, (block + 1) * BLOCK);
+    for (int64_t i = block * BLOCK; i < stop; ++i) {
+      if (scores[i] >= bound) continue;
+      const double weight = static_cast<double>(room.all_weights[static_cast<size_t>(i)]);
+      steps[step_of(scores[i], largest, inverse * A_UNIT)] += weight;
+      seen += weight;
+    }
+  }
+  const double wanted = (target - gathered) / (total - gathered) * seen;
+  double above = 0.0;
+  int step = 0;
+  while (step < STEPS - 1 && above + steps[step] < wanted) above += steps[step++];
+  return step;
+}
+
+// A token of a nucleus that is broad. room.all_weights: of all; gathered are the values >= `few`,
+// together `weight`. -1 where the limit was not found near the guess.
+int64_t draw_from_many(const SampleRequest& ask, const float* scores, float largest, float inverse,
+                       float least, float few, double weight_of_few, double total, Scratch& room) {
+  const double target = ask.top_p * total;
+  const int64_t n = ask.vocabulary;
+  const float* weights = room.all_weights.data();
+  const float scale = inverse * (A_UNIT * FINE);  // from here on in parts of a step
+  int low = guessed_step(ask, scores, largest, inverse, few, weight_of_few, total, target, room);
+  low = std::max(0, low - ASIDE) * FINE;
+  double sums[2];
+  for (int width = (2 * ASIDE + 1) * FINE;; width *= 2) {
+    if (low + width >= STEPS * FINE) return -1;
+    room.count = static_cast<size_t>(
+        passes().split(scores, weights, n, largest, scale, static_cast<float>(low),
+                       static_cast<float>(low + width), sums, room.values.data(),
+                       room.weights.data()));
+    if (sums[0] >= target) {  // not in these steps: look in those beside them, twice as many
+      low = std::max(0, low - 2 * width);
+    } else if (sums[0] + sums[1] < target) {
+      low += width;
+    } else {
+      break;
+    }
+  }
+  const double above = sums[0];
+  const float limit =
+      nucleus_bound(room, largest, inverse, scale, static_cast<float>(low), target, above);
+  const float bound = std::max(least, limit);
+  const auto weight_of = [&](int64_t start) {
+    return passes().kept(scores + start, weights + start, std::min(BLOCK, n - start), bound);
+  };
+  double kept = above;
+  for (size_t i = 0; i < room.count; ++i) {
+    if (room.values[i] >= bound) kept += static_cast<double>(room.weights[i]);
+  }
+  if (least > limit) {  // min-p is the stricter, and may leave out some of what is above
+    kept = 0.0;
+    for (int64_t start = 0; start < n; start += BLOCK) kept += weight_of(start);
+  }
+  double left = ask.uniform * kept;
+  int64_t last = 0;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t stop = std::min(n, start + BLOCK);
+    const double sum = weight_of(start);
+    if (left >= sum && stop < n) {
+      left -= sum;
+      continue;
+    }
+    for (int64_t i = start; i < stop; ++i) {
+      if (scores[i] < bound) continue;
+      last = i;
+      const double weight = static_cast<double>(weights[i]);
+      if (left < weight) return i;
+      left -= weight;
+    }
+  }
+  return last;  // rounding left less than nothing of the sum
 }
 
 int64_t draw_from_all(const SampleRequest& ask, const float* scores, float largest, float inverse,
@@ -184,30 +278,42 @@ int64_t draw(const SampleRequest& ask, const float* scores, Scratch& room) {
   if (some) {
     gather(scores, ask.vocabulary, room.maxima, bound_of_top(room.maxima, ask.top_k, room.order),
            room);
-    bound = std::max(bound, kth_largest(room.values, ask.top_k, room.order));
+    bound = std::max(bound, kth_largest(room, ask.top_k));
     if (nucleus) {  // over the top k alone, ties with the last included
       const float kth = room.order[static_cast<size_t>(ask.top_k - 1)];
       gather(scores, ask.vocabulary, room.maxima, kth, room);
       const double share = ask.top_p * gathered_weights(room, largest, inverse);
-      bound = std::max(bound, nucleus_bound(room, largest, inverse, share));
+      bound = std::max(bound, nucleus_bound(room, largest, inverse, inverse * A_UNIT, 0.0f,
+                                              share, 0.0));
     }
   } else if (nucleus) {
-    const double total = sums_of(scores, ask.vocabulary, largest, inverse, room.sums);
+    room.all_weights.resize(blocks_of(ask.vocabulary) * BLOCK);
+    room.sums.resize(blocks_of(ask.vocabulary));
+    const double total = passes().weigh(scores, ask.vocabulary, largest, inverse, room.sums.data(),
+                                        room.all_weights.data());
     // The nucleus of a usual distribution is among its most likely tokens; else look wider.
     const int64_t few = std::min<int64_t>(FEW, static_cast<int64_t>(room.maxima.size()));
-    gather(scores, ask.vocabulary, room.maxima, bound_of_top(room.maxima, few, room.order), room);
-    if (gathered_weights(room, largest, inverse) < (ask.top_p + ROUNDING) * total) {
+    const float likely = bound_of_top(room.maxima, few, room.order);
+    gather(scores, ask.vocabulary, room.maxima, likely, room);
+    const double gathered = gathered_weights(room, largest, inverse);
+    if (gathered < (ask.top_p + ROUNDING) * total) {
+      if (static_cast<int64_t>(room.maxima.size()) >= BROAD) {
+        const int64_t token = draw_from_many(ask, scores, largest, inverse, least, likely, gathered,
+                                             total, room);
+        if (token >= 0) return token;
+      }
       const double share = (1.0 - ask.top_p) * total / static_cast<double>(ask.vocabulary);
       const double low = largest + temperature * (std::min(0.0, std::log(share)) - SLACK);
       gather(scores, ask.vocabulary, room.maxima, static_cast<float>(low), room);
       gathered_weights(room, largest, inverse);
     }
-    bound = std::max(bound, nucleus_bound(room, largest, inverse, ask.top_p * total));
+    bound = std::max(bound, nucleus_bound(room, largest, inverse, inverse * A_UNIT, 0.0f,
+                                            ask.top_p * total, 0.0));
   }
   gather(scores, ask.vocabulary, room.maxima, bound, room);
   double left = ask.uniform * gathered_weights(room, largest, inverse);
   size_t i = 0;
-  while (i + 1 < room.ids.size() && left >= static_cast<double>(room.weights[i])) {
+  while (i + 1 < room.count && left >= static_cast<double>(room.weights[i])) {
     left -= static_cast<double>(room.weights[i++]);
   }
   return room.ids[i];
@@ -218,8 +324,8 @@ void best_of(const SampleRequest& ask, double log_sum, Scratch& room, Sampled& f
   if (top <= 0) return;
   gather(ask.logits, ask.vocabulary, room.raw_maxima,
          bound_of_top(room.raw_maxima, top, room.order), room);
-  for (const int64_t id : room.ids) {
-    found.best.emplace_back(id, static_cast<double>(ask.logits[id]) - log_sum);
+  for (size_t i = 0; i < room.count; ++i) {
+    found.best.emplace_back(room.ids[i], static_cast<double>(room.values[i]) - log_sum);
   }
   const auto before = [](const auto& a, const auto& b) {
     return a.second > b.second || (a.second == b.second && a.first < b.first);

@@ -38,6 +38,11 @@ struct SamplePasses {
   bool (*block_maxima)(const float* x, int64_t n, float* maxima);
   double (*weigh)(const float* x, int64_t n, float largest, float inverse, double* sums,
                   float* weights);
+  int64_t (*pick)(const float* x, int64_t count, float bound, int64_t first, int64_t* ids,
+                  float* values);
+  int64_t (*split)(const float* x, const float* weights, int64_t n, float largest, float scale,
+                   float low, float high, double* sums, float* values, float* theirs);
+  double (*kept)(const float* x, const float* weights, int64_t count, float bound);
 };
 
 extern const SamplePasses SAMPLE_AVX2;  // where the compiler and the CPU have it

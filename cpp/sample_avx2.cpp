@@ -4,6 +4,6 @@
 
 namespace weightpath {
 
-const SamplePasses SAMPLE_AVX2{block_maxima, weigh};
+const SamplePasses SAMPLE_AVX2{block_maxima, weigh, pick, split, kept};
 
 }  // namespace weightpath

@@ -2,12 +2,17 @@
 
     {"do": "load", "gguf", "threads", "context", "server"} -> {"load_seconds", "first_seconds"}
     {"do": "speed", "prompt": [ids], "steps"} -> {"prefill_seconds", "decode_seconds", "tokens"}
+    {"do": "logits", "ids": [ids], "first", "file"} -> {"rows"}    log-probabilities, see below
     {"do": "versions"} -> {"llama.cpp"}      the instruction sets that it was built with, too
 
 server: null for the wheel's (one build for all x86-64 with AVX2), or a llama-server built for the
 machine, which is faster. Times of a prompt and of the steps after it are the server's own: HTTP and
 the text are not in them. Settings: memory-mapped file, flash attention on, one slot, batches of
 512, nothing kept from one prompt to the next; keys and values in fp16, its default.
+
+logits: for every i from `first` on, the log-probabilities of the whole vocabulary after ids[: i + 1],
+written to `file` as fp32 [rows, vocabulary]. The first is read as a prompt, each later one is a step
+of one token on the cache of those before.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from array import array
 from importlib.metadata import version
 from typing import Any
 
@@ -73,8 +79,30 @@ class Llama:
             "prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True,
             "cache_prompt": False, "return_tokens": True,
         }  # fmt: skip
+        return self.ask("completion", body)
+
+    def vocabulary(self) -> int:
+        with urllib.request.urlopen(f"{self.address}/v1/models", timeout=60) as reply:
+            return json.load(reply)["data"][0]["meta"]["n_vocab"]
+
+    def log_probabilities(self, ids: list[int], vocabulary: int) -> array[float]:
+        """Of every token after these; what the last call held of them already is not run again."""
+        body = {
+            "prompt": ids, "n_predict": 1, "temperature": 0, "ignore_eos": True,
+            "cache_prompt": True, "n_probs": vocabulary,
+        }  # fmt: skip
+        (found,) = self.ask("completion", body)["completion_probabilities"]
+        if len(found["top_logprobs"]) != vocabulary:
+            raise RuntimeError(f"{len(found['top_logprobs'])} log-probabilities of {vocabulary}")
+        row = array("f", bytes(4 * vocabulary))
+        for one in found["top_logprobs"]:
+            row[one["id"]] = one["logprob"]
+        return row
+
+    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request."""
         request = urllib.request.Request(
-            f"{self.address}/completion",
+            f"{self.address}/{path}",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
@@ -119,6 +147,13 @@ def main() -> None:
             "tokens": said["tokens"],
         }
 
+    def logits(ids: list[int], first: int, file: str) -> dict[str, Any]:
+        vocabulary = llama.vocabulary()
+        with open(file, "wb") as out:
+            for i in range(first, len(ids)):
+                llama.log_probabilities(ids[: i + 1], vocabulary).tofile(out)
+        return {"rows": len(ids) - first}
+
     def versions(server: str | None) -> dict[str, Any]:
         if server is not None:
             return {"llama.cpp": f"{os.path.basename(server)}, built for this machine"}
@@ -128,7 +163,7 @@ def main() -> None:
         return {"llama.cpp": f"xllamacpp {version('xllamacpp')} ({sets.strip()})"}
 
     try:
-        answer({"load": load, "speed": speed, "versions": versions})
+        answer({"load": load, "speed": speed, "logits": logits, "versions": versions})
     finally:
         llama.stop()
 

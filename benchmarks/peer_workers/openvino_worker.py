@@ -3,6 +3,8 @@
     {"do": "prepare", "gguf", "folder"} -> {"weight_bytes"}      GGUF to a graph in groups of 64
     {"do": "load", "folder", "threads"} -> {"load_seconds", "first_seconds"}
     {"do": "speed", "prompt": [ids], "steps"} -> {"prefill_seconds", "decode_seconds", "tokens"}
+    {"do": "compile", "folder", "threads", "settings"} -> {"settings"}    the bare graph, for logits
+    {"do": "logits", "ids": [ids], "first", "file"} -> {"rows"}
     {"do": "versions"} -> {"openvino"}
 
 prepare: GenAI reads the GGUF file and saves its graph, whose weights are unsigned codes in blocks
@@ -13,6 +15,10 @@ code - 8), which is how OpenVINO's own converter stores a symmetric 4-bit weight
     u4 [N, K/32, 32] - zero, * scale [N, K/32, 1]   ->   i4 [N, K/64, 64] * scale [N, K/64, 1]
 
 No weight changes. weight_bytes counts the joined codes and scales.
+
+compile: settings are OpenVINO's properties beyond its defaults; the answer says what of ARITHMETIC
+is in force. logits: for every i from `first` on, the logits after ids[: i + 1], written to `file` as
+fp32 [rows, vocabulary]; the first is read as a prompt, each later one is a step of one token.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from openvino import opset13 as ops  # pyright: ignore[reportMissingImports]
 FIRST = 8
 MOST_TOKENS = 8192  # a prompt is read in one step
 CACHE_GB = 1
+ARITHMETIC = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 SIGNED = {"u4": (ov.Type.i4, 0x88), "u8": (ov.Type.i8, 0x80)}
 """Unsigned codes' signed twin, and what turns a byte of one into the other."""
 
@@ -111,6 +118,7 @@ def prepare(gguf: str, folder: str) -> dict[str, Any]:
 def main() -> None:
     """Answer until the input ends."""
     pipe: Any = None
+    graph: Any = None
 
     def run(prompt: list[int], count: int) -> Any:
         config = genai.GenerationConfig()
@@ -145,8 +153,35 @@ def main() -> None:
             "tokens": done.tokens[0],
         }
 
+    def compile_graph(folder: str, threads: int, settings: dict[str, str]) -> dict[str, Any]:
+        nonlocal graph
+        compiled = ov.Core().compile_model(
+            Path(folder) / "openvino_model.xml",
+            "CPU",
+            {"INFERENCE_NUM_THREADS": threads, **settings},
+        )
+        graph = compiled.create_infer_request()
+        return {"settings": {name: str(compiled.get_property(name)) for name in ARITHMETIC}}
+
+    def logits(ids: list[int], first: int, file: str) -> dict[str, Any]:
+        graph.reset_state()
+        with open(file, "wb") as out:
+            for start, stop in [(0, first + 1), *((i, i + 1) for i in range(first + 1, len(ids)))]:
+                found = graph.infer(
+                    {
+                        "input_ids": np.array([ids[start:stop]], dtype=np.int64),
+                        "attention_mask": np.ones((1, stop), dtype=np.int64),
+                        "position_ids": np.arange(start, stop, dtype=np.int64)[None],
+                        "beam_idx": np.zeros(1, dtype=np.int32),
+                    }
+                )
+                np.ascontiguousarray(found["logits"][0, -1], dtype=np.float32).tofile(out)
+        return {"rows": len(ids) - first}
+
     answer(
         {
+            "compile": compile_graph,
+            "logits": logits,
             "prepare": prepare,
             "load": load,
             "speed": speed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_json_holds_the_whole_answer_and_nothing_is_streamed(
     plain = json.loads(ran.out)
     assert set(plain) == {
         "text", "prompt_tokens", "cached_tokens", "tokens", "seconds", "prefill_seconds",
-        "decode_seconds", "stopped", "finish",
+        "decode_seconds", "stopped", "finish", "error",
     }  # fmt: skip
     assert plain["finish"] == "length"
     assert plain["text"] == expected(user("Hello"))
@@ -165,6 +166,66 @@ def test_every_sampling_setting_reaches_the_sampler(
     options = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", value)]  # fmt: skip
     arguments = ("run", tiny_low_bit, "--prompt", "Hello", "--max-new-tokens", "8", *options)
     assert weightpath_cli(*arguments).out.strip() == expected(user("Hello"), **settings)
+
+
+@pytest.fixture
+def advising(tiny_low_bit: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The tiny folder with a generation_config.json of its own."""
+
+    def made(**settings: Any) -> Path:
+        folder = Path(shutil.copytree(tiny_low_bit, tmp_path / "advising", dirs_exist_ok=True))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **settings}))
+        return folder
+
+    return made
+
+
+def test_what_generation_config_advises_is_applied_and_said(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    settings = {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3}
+    folder = advising(do_sample=True, **settings)
+    ran = weightpath_cli("run", folder, "--prompt", "Hello", "--max-tokens", "8", "--seed", "4")
+    assert ran.out.strip() == expected(user("Hello"), seed=4, **settings)
+    assert ran.out.strip() != expected(user("Hello"), seed=4, temperature=1.5)
+    said = "temperature 1.5, top_k 20, top_p 0.8, repetition_penalty 1.3, as generation_config"
+    assert said in " ".join(ran.err.split())
+
+
+def test_an_option_goes_before_what_generation_config_advises(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    folder = advising(do_sample=True, temperature=1.5, repetition_penalty=1.7)
+    arguments = ("run", folder, "--prompt", "Hello", "--max-tokens", "8", "--temperature", "0")
+    ran = weightpath_cli(*arguments)
+    assert ran.out.strip() == expected(user("Hello"), repetition_penalty=1.7)
+    assert ran.out.strip() != expected(user("Hello"))
+    assert "repetition_penalty 1.7, as generation_config" in " ".join(ran.err.split())
+    assert "temperature 1.5" not in ran.err
+    plain = weightpath_cli(*arguments, "--repetition-penalty", "1")
+    assert plain.out.strip() == expected(user("Hello"))
+    assert "generation_config" not in plain.err
+
+
+def test_without_advice_the_answer_is_greedy_and_do_sample_alone_is_temperature_1(
+    weightpath_cli: Cli, advising: Callable[..., Path], expected: Callable[..., str]
+) -> None:
+    arguments = ("--prompt", "Hello", "--max-tokens", "8", "--seed", "4")
+    greedy = weightpath_cli("run", advising(), *arguments)
+    assert greedy.out.strip() == expected(user("Hello"))
+    assert "generation_config" not in greedy.err
+    drawn = weightpath_cli("run", advising(do_sample=True), *arguments)
+    assert drawn.out.strip() == expected(user("Hello"), temperature=1.0, seed=4)
+
+
+def test_advice_that_cannot_be_is_one_clear_line(
+    weightpath_cli: Cli, advising: Callable[..., Path]
+) -> None:
+    folder = advising(do_sample=True, repetition_penalty=1000.0)
+    ran = weightpath_cli("run", folder, "--prompt", "Hello")
+    assert ran.code == 2
+    assert "repetition_penalty 1000" in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_an_answer_ends_before_any_of_the_stop_strings(
@@ -266,3 +327,36 @@ def press_at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return real(self, tokens)
 
     monkeypatch.setattr(Session, "extend", extend)
+
+
+@pytest.mark.filterwarnings("ignore:a step of 2 sequences failed")
+def test_a_prompt_of_a_file_that_fails_leaves_the_others_their_answers(
+    weightpath_cli: Cli, tiny_low_bit: Path, expected: Callable[..., str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from weightpath.engine.decode import NativeModel
+
+    real = NativeModel.step
+
+    def failing(
+        self: Any, tokens: list[int], caches: Any, positions: list[int], *rest: Any
+    ) -> None:
+        if long in positions:
+            raise MemoryError("no room for keys and values")
+        real(self, tokens, caches, positions, *rest)
+
+    (tmp_path / "prompts").write_text("Hello\nA longer prompt that goes on and on\nHi\n")
+    texts = (tmp_path / "prompts").read_text().splitlines()
+    wanted = [expected(user(text)) for text in texts]
+    long = len(encode(tokenizer_of(tiny_low_bit), [user(texts[1])])[0]) + 2
+    monkeypatch.setattr(NativeModel, "step", failing)
+    arguments = ("run", tiny_low_bit, "--prompts-file", tmp_path / "prompts", "--max-tokens", "8")
+    ran = weightpath_cli(*arguments, "--at-once", "2", "--json")
+    assert ran.code == 2
+    rows = json.loads(ran.out)["answers"]
+    assert [row["finish"] for row in rows] == ["length", "failed", "length"]
+    assert [row["text"] for row in (rows[0], rows[2])] == [wanted[0], wanted[2]]
+    assert rows[1]["error"] == "no room for keys and values"
+    assert len(rows[1]["tokens"]) == 3
+    assert "1 of 3 prompts failed, number 2 first: no room" in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err

@@ -236,7 +236,14 @@ def test_verify_prints_every_figure(
     assert f"bf16 {fidelity['perplexity_reference']['value']:.3f}" in out
     assert f"{plain['noise_floor']['mean_kl']['value']:.1e}" in out
     assert f"greedy text reproduced: {greedy['k']} of {greedy['n']} prompts" in out
-    assert f"{fidelity['tokens']:,} tokens, arithmetic in {plain['compute']}" in out
+    assert (
+        f"{fidelity['tokens']:,} tokens, reference in {plain['compute']}; the native engine" in out
+    )
+    assert f"keys and values in {plain['kv_cache']}, 16-bit activations" in out
+    eight = parsed(weightpath_cli(*arguments, "--engine", "native", "--kv-cache", "int8", "--json"))
+    assert (eight["engine"], eight["kv_cache"]) == ("native", "int8")
+    modules = shown(weightpath_cli(*arguments, "--engine", "transformers"))
+    assert "transformers' modules, 16-bit activations" in modules
     assert words(plain["text"]) in out
 
 

@@ -18,6 +18,10 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+YARN_SCALED = {
+    **YARN, "factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3,
+}  # fmt: skip
+YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,6 +31,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear-rope": ("llama", {"rope_parameters": LINEAR}),
     "llama-yarn-rope": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-own-attention-factor": ("llama", {"rope_parameters": YARN_SCALED}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": YARN_MSCALE}),
+    "llama-short-rope-base": (
+        "llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
+    "mistral-llama3-rope": ("mistral", {"rope_parameters": LLAMA3, "sliding_window": 40}),
+    "qwen2-yarn-rope": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3-linear-rope": ("qwen3", {"rope_parameters": LINEAR}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
     "llama-own-kv-heads": ("llama", {"num_key_value_heads": 4}),
     "llama-nine-heads": ("llama", {

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import weightpath
-from tiny_checkpoint import logits_of, make_checkpoint, prompt_ids
+from tiny_checkpoint import logits_of, make_checkpoint, prompt_ids, tokenizer_of
 from weightpath.engine.decode import NativeModel
 from weightpath.engine.load import load
 from weightpath.engine.session import TransformersEngine, engine_of, open_session
 from weightpath.errors import BadRequest, CannotRun
+from weightpath.fidelity.greedy import greedy_agreement, prompt_tokens
 from weightpath.nn.swap import low_bit_linears
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,6 +39,33 @@ def test_the_native_engine_is_used_by_sessions_and_generate(
     assert torch.equal(ids[:, :6], IDS)
     with pytest.raises(BadRequest, match="num_beams=4 is not done by this engine"):
         model.generate(IDS, num_beams=4)
+
+
+def test_generate_follows_the_models_generation_config_as_it_is_at_the_call(
+    tiny_low_bit: Path,
+) -> None:
+    model = load(tiny_low_bit, engine="native")
+    before = model.generate(IDS, max_new_tokens=8, do_sample=False)[0, 6:].tolist()
+    model.generation_config.eos_token_id = before[2]  # type: ignore[union-attr]
+    after = model.generate(IDS, max_new_tokens=8, do_sample=False)[0, 6:].tolist()
+    assert after == before[: before.index(before[2]) + 1]
+
+
+def test_greedy_texts_are_the_native_engines_own_without_the_files_penalty(
+    tiny_low_bit: Path,
+) -> None:
+    model, tokenizer = load(tiny_low_bit, engine="native"), tokenizer_of(tiny_low_bit)
+    model.generation_config.repetition_penalty = 1.7  # type: ignore[union-attr]
+    written = greedy_agreement(model, model, tokenizer, max_new_tokens=12, method="generate")
+    read = greedy_agreement(model, model, tokenizer, max_new_tokens=12)
+    assert written.k == written.n == read.k
+    ids = prompt_tokens(tokenizer, written.prompts[0].prompt)
+    session, text = open_session(model, 256), []
+    logits = session.extend(ids.tolist())
+    while len(text) < written.prompts[0].length:
+        text.append(int(logits.argmax()))
+        logits = session.extend(text[-1:])
+    assert tokenizer.decode(text) == written.prompts[0].reference_text
 
 
 def test_weights_of_a_native_model_are_in_memory_once_and_the_modules_still_run(

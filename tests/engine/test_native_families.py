@@ -51,7 +51,11 @@ def test_sixteen_bit_float_weights_give_the_logits_of_the_same_weights_in_fp32(
     assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama-yarn-rope", "llama-llama3-rope", "llama-linear-rope"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-yarn-rope", "llama-llama3-rope", "llama-linear-rope", "llama-short-rope-base",
+     "llama-yarn-own-attention-factor", "llama-yarn-mscale"],
+)  # fmt: skip
 def test_a_wrong_rope_would_be_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = family(name), some_ids(LENGTH)
     plain = build_model("llama")
@@ -78,6 +82,41 @@ def test_a_wrong_window_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic",
         ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "its rope scaling is 'longrope'; the native engine has default, linear, llama3, yarn",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "its rope turns 0.5 of each head",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.25,
+                }
+            },
+            "its rope turns 0.25 of each head",
+        ),
+        ({"partial_rotary_factor": 0.5}, "its rope turns 0.5 of each head"),
         ({"head_dim": 24}, "head_dim 24"),
         ({"head_dim": 272}, "head_dim 272"),
     ],
@@ -90,6 +129,11 @@ def test_what_is_not_covered_is_refused_in_one_sentence(changes: dict[str, Any],
     assert "\n" not in reason
     with pytest.raises(CannotRun, match="native engine: "):
         NativeModel(model)
+
+
+def test_a_partial_rotary_factor_of_one_is_none() -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    assert refusal(build_model("llama", rope_parameters=rope)) is None
 
 
 def test_a_model_of_another_family_is_refused_by_name() -> None:

@@ -63,6 +63,23 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
         assert torch.equal(together.extend([token]), alone.extend([token]))
 
 
+@pytest.mark.parametrize("scheme", ["w4g32", "w4a8g32", "int8"])
+def test_one_to_sixteen_threads_write_the_same_greedy_text(scheme: str) -> None:
+    model = build_model("llama", hidden_size=288, num_attention_heads=9, num_key_value_heads=3)
+    quantize_model(model, scheme)
+    native, prompt = NativeModel(model, chunk=64), some_ids(150)
+    texts, logits = set(), []
+    for threads in range(1, 17):
+        native.threads = threads
+        session, text = native.session(), []
+        logits.append(session.extend(prompt).clone())
+        while len(text) < 12:
+            text.append(int((logits[-1] if not text else session.extend(text[-1:])).argmax()))
+        texts.add(tuple(text))
+    assert len(texts) == 1
+    assert all(torch.equal(one, logits[0]) for one in logits)
+
+
 def test_what_was_truncated_leaves_no_trace() -> None:
     native, ids = low_bit(), some_ids(300)
     used, fresh = native.session(), native.session()
@@ -75,6 +92,41 @@ def test_what_was_truncated_leaves_no_trace() -> None:
     assert used.tokens == ids[:137]
     fresh.extend(ids[:137])
     assert torch.equal(used.extend([3, 4]), fresh.extend([3, 4]))
+
+
+@pytest.mark.parametrize("cache", ["bf16", "int8", "fp32"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_session_that_adopts_anothers_beginning_gives_the_bits_of_one_that_ran_it(
+    name: str, cache: str
+) -> None:
+    native, ids, rest = NativeModel(family(name), cache=cache), some_ids(280), some_ids(20, seed=7)
+    source, taken = native.session(), native.session(context=300)
+    source.extend(ids)
+    for length in (1, 127, 128, 129, 260, 0):
+        taken.truncate(0)
+        taken.extend(some_ids(200, seed=9))
+        assert taken.adopt(source, length)
+        assert taken.tokens == ids[:length]
+        fresh = native.session()
+        if length:
+            fresh.extend(ids[:length])
+        assert torch.equal(taken.extend(rest), fresh.extend(rest))
+    before = native.session()
+    before.extend(ids)
+    assert torch.equal(source.extend(rest), before.extend(rest))  # it was only read
+
+
+def test_what_a_session_cannot_adopt_is_said_in_one_line() -> None:
+    native, other = NativeModel(build_model("llama")), NativeModel(build_model("llama"))
+    source, short = native.session(), native.session(context=8)
+    source.extend(some_ids(20))
+    for call, said in (
+        (lambda: short.adopt(source, 9), "adopt 9 tokens of 20 into a context of 8"),
+        (lambda: native.session().adopt(source, 21), "adopt 21 tokens of 20"),
+        (lambda: other.session().adopt(source, 3), "a session of another model"),
+    ):
+        with pytest.raises(BadRequest, match=said):
+            call()
 
 
 def test_infinities_that_were_truncated_leave_no_trace() -> None:

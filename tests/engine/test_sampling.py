@@ -156,6 +156,60 @@ def test_a_large_vocabulary_gives_the_same_tokens_compiled_and_not() -> None:
         assert fast.logprob == pytest.approx(plain.logprob, abs=1e-5)
 
 
+BROAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "broad": lambda x: x * 2,
+    "flat": lambda x: x * 0.05,
+    "steep": lambda x: x * 6,
+    "all equal": lambda x: x * 0,
+    "rounded as bf16 heads do": lambda x: (x * 2).bfloat16().float(),
+    "two levels": lambda x: (x > 1).float() * 3,
+    "one far above": lambda x: torch.cat([x[:7] * 2, x.new_tensor([60.0]), x[8:] * 2]),
+    "some far below": lambda x: torch.where(x > 0, x, x * 1000),
+    "sorted, so that blocks differ": lambda x: x.sort().values * 2,
+}
+
+
+@needs_compiled
+@pytest.mark.parametrize("shape", BROAD)
+@pytest.mark.parametrize("vocabulary", [8192, 8192 * 2 + 1, 49_152])
+def test_a_nucleus_of_many_tokens_gives_the_same_tokens_compiled_and_not(
+    vocabulary: int, shape: str
+) -> None:
+    """Vocabularies for which compiled top-p guesses where its limit lies (cpp/sample.cpp)."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = BROAD[shape](torch.randn(vocabulary, generator=generator))
+    same = 0
+    for top_p in (0.001, 0.5, 0.95, 0.9999):
+        for temperature, uniform, min_p in ((0.7, 0.31, 0.0), (1.0, 0.999, 0.0), (0.7, 0.5, 0.03)):
+            sampling = Sampling(temperature, 0, top_p, min_p)
+            plain = choose_by_torch(logits, [], sampling, uniform, -1)
+            fast = compiled_choice(logits, [], sampling, uniform, -1)
+            assert plain is not None
+            assert fast is not None
+            same += plain.token == fast.token
+            if plain.token != fast.token:
+                assert _a_sum_is_within_rounding(logits, [], sampling, uniform)
+    assert same >= 9  # of 12: with many light tokens a draw is often within rounding of two
+
+
+@needs_compiled
+def test_the_draws_of_a_broad_nucleus_have_its_probabilities() -> None:
+    """Every token that the nucleus keeps comes at its running sum, and none that it leaves out."""
+    logits = torch.randn(8192, generator=torch.Generator().manual_seed(1)) * 0.5
+    sampling = Sampling(temperature=0.9, top_p=0.6)
+    scores = logits.double()
+    weights = torch.exp((scores - scores.max()) / 0.9)
+    left = kept(scores, weights, sampling)
+    running = torch.where(left, weights, 0.0).cumsum(0)
+    grid = 1000
+    for i in range(grid):
+        uniform = (i + 0.5) / grid
+        token = compiled_choice(logits, [], sampling, uniform, -1)
+        assert token is not None
+        assert left[token.token]
+        assert abs(float(running[token.token] / running[-1]) - uniform) < 1e-3
+
+
 @pytest.mark.parametrize("choose", [choose_by_torch, pytest.param(compiled_choice, marks=needs_compiled)])  # fmt: skip
 def test_greedy_takes_the_lowest_id_of_equal_logits(choose: Callable[..., Any]) -> None:
     logits = torch.zeros(400)

@@ -85,6 +85,21 @@ def test_a_window_that_is_full_cannot_be_cut_and_its_tokens_are_run_again() -> N
     assert session.tokens == IDS[:9]
 
 
+@pytest.mark.parametrize("length", [1, 5, 9, 12])
+def test_an_adopted_beginning_is_as_good_as_one_that_was_run(model: Any, length: int) -> None:
+    source, taken = open_session(model), open_session(model)
+    source.extend(IDS)
+    taken.extend([3, 4, 5])
+    adopted = taken.adopt(source, length)
+    assert adopted == (getattr(model.config, "sliding_window", None) != 6)
+    held = IDS[:length] if adopted else [3, 4, 5]
+    assert taken.tokens == held
+    for session, tokens in ((taken, held), (source, IDS)):
+        torch.testing.assert_close(
+            session.extend([8, 2]), uncached(model, [*tokens, 8, 2]), atol=1e-4, rtol=1e-4
+        )
+
+
 def test_many_sessions_take_a_token_each(model: Any) -> None:
     engine = engine_of(model)
     sessions = [engine.session() for _ in range(3)]

@@ -267,3 +267,55 @@ def test_limits_that_cannot_be_are_one_clear_line(limits: dict[str, Any], messag
 def test_stop_strings_without_a_tokenizer_are_refused(model: Any) -> None:
     with pytest.raises(BadRequest, match="need a tokenizer"):
         Generation(TransformersSession(model), None, PROMPT, limits=Limits(1, (), ("x",)))
+
+
+class Faulty(TransformersEngine):
+    """An engine that fails wherever a sequence holds BAD, and after it has run some of a step."""
+
+    BAD = 77
+
+    def session(self, context: int | None = None) -> TransformersSession:
+        class Checked(TransformersSession):
+            def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+                if Faulty.BAD in self.tokens and len(self.tokens) > len(PROMPT) + 2:
+                    raise CannotRun("the device is on fire")
+                return super().extend(tokens)
+
+        return Checked(self._model, context)
+
+
+@pytest.mark.filterwarnings("ignore:a step of 3 sequences failed")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_fails_in_the_engine_ends_one_reply_and_no_other(
+    model: Any, tokenizer: Any, place: int
+) -> None:
+    prompts = [[*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 9]]
+    wanted = [greedy(model, prompt, 8) for prompt in prompts]
+    assert all(Faulty.BAD not in ids for ids in wanted)
+    prompts[place] = [Faulty.BAD, *PROMPT]
+    replies = generate_many(
+        Faulty(model), tokenizer, [*prompts, PROMPT], limits=Limits(8), at_once=3, isolate=True
+    )
+    for index, one in enumerate(replies[:3]):
+        if index == place:
+            assert one.finish == "failed"
+            assert "on fire" in str(one.error)
+            assert len(one.tokens) == 3
+        else:
+            assert ids_of(one) == wanted[index]
+            assert one.error is None
+    assert ids_of(replies[3]) == greedy(model, PROMPT, 8)  # in the place of the failed one
+    with pytest.raises(CannotRun, match="on fire"):
+        generate_many(Faulty(model), tokenizer, prompts, limits=Limits(8), at_once=3)
+
+
+def test_a_step_that_fails_for_all_and_for_none_alone_is_told(model: Any, tokenizer: Any) -> None:
+    class Together(TransformersEngine):
+        def extend_many(self, sessions: Any, tokens: Any) -> torch.Tensor:
+            super().extend_many(sessions[:1], tokens[:1])  # the first is run already
+            raise CannotRun("not together")
+
+    prompts = [PROMPT, [*PROMPT, 5]]
+    with pytest.warns(RuntimeWarning, match=r"2 sequences failed \(not together\)"):
+        replies = generate_many(Together(model), tokenizer, prompts, limits=Limits(8))
+    assert [ids_of(one) for one in replies] == [greedy(model, prompt, 8) for prompt in prompts]

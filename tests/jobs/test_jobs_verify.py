@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import weightpath
-from tiny_checkpoint import edit_tensors, make_checkpoint
-from weightpath.errors import BadCheckpoint, BadRequest, WeightpathError
-from weightpath.fidelity.greedy import MINIMUM_PROMPTS
+from tiny_checkpoint import edit_tensors, make_checkpoint, tokenizer_of
+from weightpath.engine.decode import NativeModel
+from weightpath.errors import BadCheckpoint, BadRequest, CannotRun, WeightpathError
+from weightpath.fidelity.greedy import MINIMUM_PROMPTS, prompt_tokens
 from weightpath.jobs.verify import Verification, VerifyOptions, compute_dtype
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,8 +78,14 @@ def test_weights_on_the_grid_lose_nothing_at_all(tmp_path: Path, text: Path) -> 
     assert found.fidelity.top1.value == 1
     assert found.fidelity.perplexity_ratio.value == 1
     assert found.greedy.k == found.greedy.n
-    compiled = verified(tmp_path / "low", source, text)  # rounds activations to 16 bits
-    assert 0 < compiled.fidelity.mean_kl.value < 1e-7
+    compiled = verified(tmp_path / "low", source, text, engine="transformers")
+    assert 0 < compiled.fidelity.mean_kl.value < 1e-7  # rounds activations to 16 bits
+    native = verified(tmp_path / "low", source, text)  # keys and values to bf16 too
+    assert compiled.fidelity.mean_kl.value < native.fidelity.mean_kl.value < 1e-4
+    wider = verified(tmp_path / "low", source, text, engine="native", kv_cache="fp32")
+    assert wider.fidelity.mean_kl.value < native.fidelity.mean_kl.value
+    eight = verified(tmp_path / "low", source, text, engine="native", kv_cache="int8")
+    assert native.fidelity.mean_kl.value < eight.fidelity.mean_kl.value < 1e-3
 
 
 def test_the_reference_is_the_models_own_bf16_whatever_it_is_stored_in(
@@ -118,6 +125,60 @@ def test_bf16_arithmetic_and_int8_activations_are_named(
     assert (found.compute, found.activation_bits) == ("bfloat16", 8)
     plain = verified(tiny_low_bit, tiny_llama, text, compute="bfloat16")
     assert found.fidelity.mean_kl != plain.fidelity.mean_kl
+
+
+@pytest.mark.parametrize(
+    ("asked", "ran"),
+    [
+        ({}, ("native", "bf16")),
+        ({"engine": "native", "kv_cache": "int8"}, ("native", "int8")),
+        ({"engine": "transformers"}, ("transformers", None)),
+        ({"backend": "torch"}, ("transformers", None)),
+    ],
+    ids=str,
+)
+def test_the_engine_that_ran_is_named_and_without_a_wish_it_is_the_one_that_run_takes(
+    tiny_low_bit: Path,
+    tiny_llama: Path,
+    text: Path,
+    asked: dict[str, Any],
+    ran: tuple[str, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = 0
+    own = NativeModel.step
+
+    def counted(self: NativeModel, tokens: list[int], *rest: Any) -> None:
+        nonlocal rows
+        rows += len(tokens)
+        own(self, tokens, *rest)
+
+    monkeypatch.setattr(NativeModel, "step", counted)
+    found = verified(tiny_low_bit, tiny_llama, text, **asked)
+    assert (found.engine, found.kv_cache) == ran
+    assert (found.to_dict()["engine"], found.to_dict()["kv_cache"]) == ran
+    read = 6 * 96 + sum(
+        len(prompt_tokens(tokenizer_of(tiny_low_bit), row.prompt)) + row.length - 1
+        for row in found.greedy.prompts
+    )
+    assert rows == (read if ran[0] == "native" else 0)
+
+
+def test_where_the_native_engine_does_not_take_a_model_the_notes_say_so(
+    tiny_llama: Path, text: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(tiny_llama, tmp_path / "source"))
+    config = source / "config.json"
+    config.write_text(config.read_text().replace('"silu"', '"gelu"'))
+    weightpath.quantize(source, tmp_path / "low", scheme="int8")
+    found = verified(tmp_path / "low", source, text)
+    assert found.engine == "transformers"
+    assert found.kv_cache is None
+    assert "not on the native engine: its activation is gelu" in found.notes[-1]
+    wanted = verified(tmp_path / "low", source, text, engine="transformers")
+    assert found.fidelity == wanted.fidelity
+    with pytest.raises(CannotRun, match="its activation is gelu"):
+        verified(tmp_path / "low", source, text, engine="native")
 
 
 def test_the_folders_own_tokenizer_is_used_and_else_the_references(
@@ -164,6 +225,11 @@ def test_progress_tells_every_part(tiny_low_bit: Path, tiny_llama: Path, text: P
         ({"activation_bits": 3}, "3-bit activations"),
         ({"device": "abacus"}, "device 'abacus'"),
         ({"backend": "abacus"}, "backend 'abacus'"),
+        ({"engine": "abacus"}, "engine 'abacus': unknown"),
+        ({"engine": "native", "backend": "torch"}, "leave one of them out"),
+        ({"engine": "native", "kv_cache": "int3"}, "cache 'int3': unknown"),
+        ({"kv_cache": "int8"}, "load with engine native too"),
+        ({"engine": "transformers", "kv_cache": "int8"}, "load with engine native too"),
         ({"length": 1}, "nothing to predict"),
         ({"limit": 1}, "1 windows of 96 tokens, .* an interval needs 2"),
         ({"floor_windows": 1}, "1 for the noise floor; an interval needs 2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from running import CHAT, COMPLETIONS, JSON, Answered, Client, running, until
 
 from tiny_checkpoint import build_model, build_tokenizer
-from weightpath.errors import BadRequest
+from weightpath.engine.session import TransformersSession
+from weightpath.errors import BadRequest, CannotRun
 from weightpath.serve.server import listening_socket
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -180,6 +182,46 @@ def test_an_engine_that_fails_is_a_500_and_the_next_request_is_served(tokenizer:
             head.weight.copy_(before)
         assert client.chat("Hello", max_tokens=6)["choices"] == good
         assert client.worker.status.running == 0
+
+
+@pytest.mark.filterwarnings("ignore:a step of . sequences failed")
+def test_of_requests_that_run_together_only_the_one_that_fails_is_a_500(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, tokenizer, at_once=3) as client:
+        alone = [client.chat(text, max_tokens=12)["choices"] for text in ("Hello", "Hi", "Hey")]
+        bad = tokenizer.convert_tokens_to_ids("%")
+        real = TransformersSession.extend
+
+        def checked(self: TransformersSession, tokens: Any) -> torch.Tensor:
+            if bad in self.tokens:
+                raise CannotRun("no more of this")
+            return real(self, tokens)
+
+        monkeypatch.setattr(TransformersSession, "extend", checked)
+        found: dict[str, Any] = {}
+
+        def one(text: str) -> None:
+            messages = [{"role": "user", "content": text}]
+            body = {"messages": messages, "temperature": 0, "max_tokens": 12}
+            found[text] = client.ask("POST", CHAT, body)
+
+        client.engine.gate.clear()
+        asked = ["Hello", "Hi", "100 % of it", "Hey"]
+        threads = [threading.Thread(target=one, args=(text,)) for text in asked]
+        for thread in threads:
+            thread.start()
+        until(lambda: client.worker.status.running + client.worker.status.waiting == 4)
+        client.engine.gate.set()
+        for thread in threads:
+            thread.join(60)
+        refused(found["100 % of it"], 500, "no more of this")
+        for text, wanted in zip(("Hello", "Hi", "Hey"), alone, strict=True):
+            assert found[text].status == 200, found[text].body
+            assert found[text].body["choices"] == wanted
+        assert client.worker.status.running == 0
+        for _ in range(5):  # no session was lost with it
+            assert client.chat("Hello", max_tokens=12)["choices"] == alone[0]
 
 
 def test_what_is_not_ours_is_logged_and_tells_nothing(

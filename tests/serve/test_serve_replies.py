@@ -176,6 +176,24 @@ def test_a_chats_next_turn_finds_its_beginning_in_the_cache(model: Any, tokenize
     assert reply["choices"][0]["message"]["content"] == wanted
 
 
+def test_chats_under_one_system_message_share_its_cache_and_reply_as_alone(
+    model: Any, tokenizer: Any
+) -> None:
+    system = "Answer in one short sentence, and say nothing else."
+    begun = len(tokenizer(f"<|system|>{system}", add_special_tokens=False).input_ids)
+    replies = []
+    with running(model, tokenizer) as client:
+        for text in ("Tell me", "Count", "Why?"):
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+            replies.append(client.post(CHAT, messages=messages, temperature=0, max_tokens=12))
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in replies]
+    assert cached[0] == 0
+    assert min(cached[1:]) >= begun
+    for text, one in zip(("Tell me", "Count", "Why?"), replies, strict=True):
+        ids = chat_ids(tokenizer, ("system", system), ("user", text))
+        assert one["choices"][0]["message"]["content"] == greedy_text(model, tokenizer, ids, 12)
+
+
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_concurrent_requests_get_the_replies_that_they_get_alone(
     model: Any, tokenizer: Any, at_once: int

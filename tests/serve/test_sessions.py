@@ -50,11 +50,48 @@ def test_a_session_in_use_is_nobody_elses_and_a_dropped_one_is_replaced(kept: Se
     first = kept.take(ONE)
     second = kept.take(ONE)
     assert first is not second
-    kept.drop()
+    kept.drop(first)
     third = kept.take(ONE)
     assert third is not first
     assert third is not second
     assert third.tokens == []
+
+
+def test_a_second_chat_copies_the_beginning_that_it_shares(kept: Sessions) -> None:
+    system = list(range(20, 60))
+    asked = [*system, *range(70, 80)]
+    first = used(kept, asked, [80, 81])
+    second = kept.take([*system, 90, 91, 92, 93, 94, 95])
+    assert second is not first
+    assert second.tokens == system
+    assert first.tokens == [*asked, 80, 81]
+
+
+def test_a_beginning_is_copied_from_a_session_in_use_too(kept: Sessions) -> None:
+    system = list(range(20, 60))
+    first = kept.take([*system, 70])
+    first.extend(system[:30])  # its prompt is half read
+    assert kept.take([*system, 90]).tokens == system[:30]
+
+
+def test_a_short_beginning_is_not_copied_and_a_chats_own_longer_one_is_kept(kept: Sessions) -> None:
+    first = used(kept, [*range(20, 35), *range(70, 80)], [80])
+    second = kept.take([*range(20, 35), 90])
+    assert second is not first
+    assert second.tokens == []  # 15 tokens are run faster
+    kept.give_back(second, [])
+    asked = [*range(20, 60), 70]
+    third = used(kept, asked, [80, 81, 82])
+    assert kept.take([*asked, 80, 81, 82, 99]) is third
+    assert third.tokens == [*asked, 80, 81, 82]
+
+
+def test_a_session_that_was_dropped_is_not_copied_from(kept: Sessions) -> None:
+    system = list(range(20, 60))
+    first = kept.take(system)
+    first.extend(system)
+    kept.drop(first)
+    assert kept.take([*system, 90]).tokens == []
 
 
 def test_an_empty_session_is_taken_before_a_new_one_is_made(kept: Sessions) -> None:

@@ -14,7 +14,7 @@ from weightpath.cli.interrupt import CODE as INTERRUPTED
 from weightpath.cli.interrupt import stopping
 from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE, NO_CACHE, loaded
 from weightpath.cli.show import emit_json, stderr
-from weightpath.errors import BadRequest
+from weightpath.errors import BadRequest, CannotRun
 
 if TYPE_CHECKING:
     from weightpath.engine.generate import Answer, Message
@@ -58,16 +58,18 @@ def command(
     max_tokens: int = typer.Option(
         256, "--max-tokens", "--max-new-tokens", min=1, help="Tokens to generate at most."
     ),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
-    top_k: int = typer.Option(0, min=0, help="Sample from the k most likely; 0: from all."),
+    temperature: float = typer.Option(
+        None, min=0.0, help="0 is greedy. This and the next four: else generation_config.json's."
+    ),
+    top_k: int = typer.Option(None, min=0, help="Sample from the k most likely; 0: from all."),
     top_p: float = typer.Option(
-        1.0, min=0.0, max=1.0, help="Nucleus sampling, with a temperature."
+        None, min=0.0, max=1.0, help="Nucleus sampling, with a temperature; 1: none."
     ),
     min_p: float = typer.Option(
-        0.0, min=0.0, max=1.0, help="Leave out what is less likely than this times the likeliest."
+        None, min=0.0, max=1.0, help="Leave out what is less likely than this times the likeliest."
     ),
     repetition_penalty: float = typer.Option(
-        1.0, min=0.01, help="Above 1 makes tokens that were there less likely."
+        None, min=0.01, help="Above 1 makes tokens that were there less likely; 1: none."
     ),
     seed: int = typer.Option(None, help="Seed for sampling."),
     stop: list[str] = typer.Option(
@@ -102,7 +104,12 @@ def command(
     from weightpath.engine.sampling import Sampling
     from weightpath.engine.stream import Limits
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    settings = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "seed": seed,
+    }  # fmt: skip
+    given = {name: value for name, value in settings.items() if value is not None}
+    Sampling(**given)  # what cannot be is said before the model is loaded
     limits = Limits(max_tokens, (), tuple(stop or ()))
     texts = [sys.stdin.read() if prompt == "-" else prompt] if prompt is not None else []
     if prompts_file is not None:
@@ -112,6 +119,7 @@ def command(
     tokenizer = load_tokenizer(place)
     model = loaded(place, device, activation_bits, engine, kv_cache, no_cache)
     limits = replace(limits, stop_tokens=tuple(stop_ids(model, tokenizer)))
+    sampling = _sampling(model, given)
     asked = _Asked(model, tokenizer, system, sampling, limits, logprobs, context, json)
     if interactive:
         _chat(asked)
@@ -119,6 +127,17 @@ def command(
         _many(asked, texts, at_once)
     else:
         _one(asked, texts[0])
+
+
+def _sampling(model: Any, given: dict[str, Any]) -> Sampling:
+    """The options, over what generation_config.json advises, which is said on stderr."""
+    from weightpath.serve.defaults import advised, default_sampling
+
+    taken = {name: value for name, value in advised(model).items() if name not in given}
+    if taken:
+        said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+        stderr.print(f"[dim]note: {said}, as generation_config.json advises[/dim]")
+    return replace(default_sampling(model, unsaid_temperature=0.0), **given)
 
 
 def _lines(name: str) -> list[str]:
@@ -214,14 +233,14 @@ def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
         nonlocal printed
         pieces[index].append(piece)
         while not asked.json and printed < len(texts) and _is_whole(pieces[printed]):
-            heading = " ".join(texts[printed].split())[:HEADING]
-            print(f"## {heading}\n{joined(pieces[printed]).text.strip()}\n", flush=True)
+            heading, whole = " ".join(texts[printed].split())[:HEADING], joined(pieces[printed])
+            print(f"## {heading}\n{whole.text.strip()}\n", flush=True)
             printed += 1
 
     with stopping() as stopped:
         replies = generate_many(
             engine_of(asked.model), asked.tokenizer, prompts, asked.sampling, asked.limits,
-            asked.logprobs, at_once, asked.context, stopped, show,
+            asked.logprobs, at_once, asked.context, stopped, show, isolate=True,
         )  # fmt: skip
     answers = [answer_of(reply, asked.logprobs is not None) for reply in replies]
     if asked.json:
@@ -231,6 +250,10 @@ def _many(asked: _Asked, texts: list[str], at_once: int) -> None:
         emit_json({"answers": rows})
     if any(one.finish == "cancelled" for one in answers):
         raise typer.Exit(INTERRUPTED)
+    failed = [index for index, one in enumerate(answers, 1) if one.error]
+    if failed:
+        first = answers[failed[0] - 1].error
+        raise CannotRun(f"run: {len(failed)} of {len(texts)} prompts failed, number {failed[0]} first: {first}")  # fmt: skip
 
 
 def _is_whole(pieces: list[Piece]) -> bool:

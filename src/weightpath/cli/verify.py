@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from weightpath.cli.model import BITS, DEVICE, ENGINE, KV_CACHE
 from weightpath.cli.show import emit_json, interval, progress_bar, stdout, table
 
 if TYPE_CHECKING:
@@ -30,14 +31,16 @@ def command(
         False, "--contiguous", help="Cut the text in a row, as published figures do."
     ),
     compute: str = typer.Option(
-        None, help="float32 or bfloat16; without it, float32 where memory allows."
+        None, help="MODEL's arithmetic, float32 or bfloat16; else float32 where memory allows."
     ),
     prompts: str = typer.Option(
         None, help="A JSON list of {name, prompt} for the greedy comparison."
     ),
     prompt_tokens: int = typer.Option(48, min=1, help="Tokens generated a prompt."),
-    activation_bits: int = typer.Option(None, help="8 or 16; without it, what DIR was made for."),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
+    activation_bits: int = BITS,
+    device: str = DEVICE,
+    engine: str = ENGINE,
+    kv_cache: str = KV_CACHE,
     json: bool = typer.Option(False, "--json", help="Print the figures as JSON."),
 ) -> None:
     """Compare DIR with MODEL's own bf16 weights: KL divergence, top-1, perplexity, greedy text."""
@@ -46,7 +49,7 @@ def command(
     options = VerifyOptions(
         text=Path(text) if text else None, length=length, limit=windows, contiguous=contiguous, compute=compute,
         prompts=Path(prompts) if prompts else None, prompt_tokens=prompt_tokens, device=device,
-        activation_bits=activation_bits,
+        activation_bits=activation_bits, engine=engine, kv_cache=kv_cache,
     )  # fmt: skip
     with progress_bar() as progress:
         result = verify_folder(Path(folder), reference, options, progress)
@@ -61,8 +64,9 @@ def show_verification(result: Verification) -> None:
     fidelity, floor, greedy = result.fidelity, result.noise_floor, result.greedy
     for note in result.notes:
         stdout.print(f"note: {note}", markup=False)
-    stdout.print(f"{result.text}; {fidelity.tokens:,} tokens, arithmetic in {result.compute}, "
-                 f"{result.activation_bits}-bit activations")  # fmt: skip
+    stdout.print(
+        f"{result.text}; {fidelity.tokens:,} tokens, reference in {result.compute}; {result.ran}"
+    )
     rows = table("against its own bf16", "value (95% interval)", "noise floor")
     rows.add_row(
         "KL divergence, mean (nats)", interval(fidelity.mean_kl), f"{floor.mean_kl.value:.1e}"

@@ -67,6 +67,7 @@ class NativeModel:
         if chunk < 1:
             raise BadRequest(f"{chunk} rows of a step; use 1 or more")
         self.model, self.config, self.chunk, self.threads = model, model.config, chunk, threads
+        self.cache = cache
         self.vocabulary: int = model.get_output_embeddings().out_features  # type: ignore[assignment]
         self._weights = Weights(native_support.linears(model).values())
         self._cache_shape = (
@@ -229,6 +230,23 @@ class Session:
         if not 0 <= length <= len(self.tokens):
             raise BadRequest(f"truncate to {length} of {len(self.tokens)} tokens")
         del self.tokens[length:]
+
+    def adopt(self, other: Session, length: int) -> bool:
+        """Hold the first `length` tokens of another session of this model in place of what is held:
+        the cache is copied in whole blocks, and nothing is run. Always true."""
+        if other.model is not self.model:
+            raise BadRequest("a session of another model; each takes from its own")
+        if not 0 <= length <= min(len(other.tokens), self.context):
+            raise BadRequest(
+                f"adopt {length} tokens of {len(other.tokens)} into a context of {self.context}"
+            )
+        if other is not self:
+            size = self.model.cache_bytes(length)  # what lies behind `length` is never read
+            self._memory[:size].copy_(other._memory[:size])
+            self.tokens[:] = other.tokens[:length]
+        else:
+            self.truncate(length)
+        return True
 
     def check_room(self, count: int) -> None:
         """BadRequest where `count` more tokens do not fit the context."""

@@ -23,8 +23,8 @@ Message = dict[str, str]
 class Answer:
     """What a model said. tokens: ids generated; seconds: wall time of prompt and decode together,
     and of each; stopped: whether it ended by itself or at a stop, and finish says how: "stop",
-    "length" or "cancelled". cached_tokens: of the prompt, not run again. logprobs: one a token,
-    where asked for."""
+    "length", "cancelled" or "failed", error saying why. cached_tokens: of the prompt, not run
+    again. logprobs: one a token, where asked for."""
 
     text: str
     prompt_tokens: int
@@ -36,6 +36,7 @@ class Answer:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     logprobs: tuple[TokenLogprob, ...] = ()
+    error: str = ""
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> torch.Tensor:
@@ -117,6 +118,7 @@ def answer_of(reply: Reply, logprobs: bool) -> Answer:
         prefill_seconds=usage.prefill_seconds,
         decode_seconds=usage.decode_seconds,
         logprobs=reply.tokens if logprobs else (),
+        error="" if reply.error is None else str(reply.error) or type(reply.error).__name__,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +251,14 @@ def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> Nat
         return None
     native = NativeModel(model, cache=kv_cache)
     model.weightpath = replace(about, native=native)  # type: ignore[assignment]
-    model.generate = partial(  # type: ignore[assignment]
-        generate_like_transformers, native, default_config=model.generation_config
-    )
+
+    def generate(*arguments: Any, **named: Any) -> Tensor:
+        """`generate_like_transformers` with the model's generation config as it is at the call."""
+        return generate_like_transformers(
+            native, *arguments, default_config=model.generation_config, **named
+        )
+
+    model.generate = generate  # type: ignore[assignment]
     return native
 
 

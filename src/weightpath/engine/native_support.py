@@ -2,7 +2,7 @@
 
 Families: Llama 2 and 3 (SmolLM is one), Mistral with its sliding window, Qwen2 with biases, Qwen3
 with norms on queries and keys. Rope: plain, linear, llama3 and yarn; a kind whose tables depend on
-the length of the text (dynamic, longrope) is refused.
+the length of the text (dynamic, longrope) is refused, and so is one that turns a part of each head.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def refusal(model: PreTrainedModel) -> str | None:
     rope = rope_type(config)
     if rope not in ROPES:
         return f"its rope scaling is '{rope}'; the native engine has {', '.join(ROPES)}"
+    part = rotary_part(config)
+    if part != 1:
+        return f"its rope turns {part:g} of each head (partial_rotary_factor); the native engine turns all"
     if head_dim(config) % 16 or head_dim(config) > 256:
         return f"its head_dim {head_dim(config)} is no multiple of 16 up to 256"
     if config.num_attention_heads % config.num_key_value_heads:
@@ -74,6 +77,14 @@ def linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 def rope_type(config: Any) -> str:
     """The kind of rope that a config asks for, by transformers' name."""
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def rotary_part(config: Any) -> float:
+    """The share of a head's columns that rope turns. transformers' Llama, Mistral and Qwen know no
+    other than 1: of plain rope they leave the setting out, of scaled rope they fail."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    found = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    return 1.0 if found is None else float(found)
 
 
 def head_dim(config: Any) -> int:

@@ -8,6 +8,7 @@ sees these two protocols only.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -39,6 +40,11 @@ class Session(Protocol):
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens; the next `extend` gives what a fresh session would."""
+        ...
+
+    def adopt(self, other: Any, length: int) -> bool:
+        """Hold the first `length` tokens of another session of the same engine, by copying its
+        cache. False where its cache cannot be cut there; this session is then as it was."""
         ...
 
 
@@ -117,6 +123,21 @@ class TransformersSession:
             self._cached = length
         else:
             self._clear()
+
+    def adopt(self, other: TransformersSession, length: int) -> bool:
+        """As `Session.adopt`."""
+        if not 0 <= length <= min(len(other.tokens), self.context):
+            raise BadRequest(
+                f"adopt {length} tokens of {len(other.tokens)} into a context of {self.context}"
+            )
+        layers = other._cache.layers
+        if not 0 < length <= other._cached or not all(_can_be_cut(layer) for layer in layers):
+            return False
+        if other is not self:
+            self._cache = copy.deepcopy(other._cache)
+            self.tokens[:], self._cached = other.tokens[: other._cached], other._cached
+        self.truncate(length)
+        return True
 
 
 class TransformersEngine:

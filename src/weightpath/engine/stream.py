@@ -21,7 +21,7 @@ from weightpath.errors import BadRequest
 
 CHUNK = 512
 """Prompt tokens of one step, between which a request can be cancelled."""
-STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
+STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "failed"
 MOST_STOPS = 16
 
 
@@ -69,14 +69,15 @@ class Usage:
 @dataclass(frozen=True)
 class Piece:
     """What one step decided. text: may be empty while something is held back. tokens: those picked
-    in it. finish: None until the last piece: "stop", "length" or "cancelled"; usage comes with
-    it. stopped_by: the stop string or token id, where one ended it."""
+    in it. finish: None until the last piece: "stop", "length", "cancelled" or "failed"; usage comes
+    with it. stopped_by: the stop string or token id, where one ended it. error: what failed."""
 
     text: str
     tokens: tuple[TokenLogprob, ...] = ()
     finish: str | None = None
     usage: Usage | None = None
     stopped_by: str | int | None = None
+    error: Exception | None = None
 
 
 class Generation:
@@ -172,6 +173,11 @@ class Generation:
         self.finish = CANCELLED
         return Piece(self._rest()[0], (), self.finish, self.usage())
 
+    def fail(self, error: Exception) -> Piece:
+        """The last piece of a generation whose step raised. Its session is not to be trusted."""
+        self.finish = FAILED
+        return Piece("", (), self.finish, self.usage(), error=error)
+
     def usage(self) -> Usage:
         """Counts and times so far."""
         now = time.perf_counter()
@@ -226,13 +232,15 @@ def stream(
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole reply. tokens: as picked, a stop token included."""
+    """A whole reply. tokens: as picked, a stop token included. error: what ended it, where its
+    finish is "failed"."""
 
     text: str
     tokens: tuple[TokenLogprob, ...]
     finish: str
     usage: Usage
     stopped_by: str | int | None = None
+    error: Exception | None = None
 
 
 def joined(pieces: Sequence[Piece]) -> Reply:
@@ -242,4 +250,4 @@ def joined(pieces: Sequence[Piece]) -> Reply:
     assert last.usage is not None
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     text = "".join(piece.text for piece in pieces)
-    return Reply(text, tokens, last.finish, last.usage, last.stopped_by)
+    return Reply(text, tokens, last.finish, last.usage, last.stopped_by, last.error)

@@ -28,7 +28,7 @@ from transformers import GenerationConfig
 
 from weightpath.engine.generate import encode, stop_ids
 from weightpath.errors import BadRequest
-from weightpath.fidelity.logits import Progress
+from weightpath.fidelity.logits import Progress, window_logits
 from weightpath.fidelity.metrics import Interval, wilson
 
 MINIMUM_PROMPTS = 12
@@ -105,7 +105,8 @@ def greedy_agreement(
 ) -> GreedyResult:
     """How many greedy texts the candidate reproduces token for token.
 
-    Models are causal language models of transformers in eval mode. The chat template applies
+    Models are causal language models of transformers in eval mode, or have a native engine beside
+    them, which then runs. The chat template applies
     where the tokenizer has one. Method "generate" has the candidate write its own text step by
     step instead: slow on a slow kernel, and the check on the other method. BadRequest for fewer
     than MINIMUM_PROMPTS prompts, of which no interval would say anything.
@@ -223,12 +224,10 @@ def _one(
     )
 
 
-@torch.inference_mode()
 def _read_back(model: Any, tokenizer: Any, ids: Tensor, written: Tensor, limit: int) -> Tensor:
     """The model's own choice [m] at every place of a continuation [m] that it is made to read."""
-    batch = torch.cat([ids, written[:-1]]).to(model.device)[None]
-    logits = model(input_ids=batch, use_cache=False).logits[0, len(ids) - 1 :]
-    return logits.argmax(-1).cpu()
+    logits = window_logits(model, torch.cat([ids, written[:-1]]))
+    return logits[len(ids) - 1 :].argmax(-1).cpu()
 
 
 def _write(model: Any, tokenizer: Any, ids: Tensor, written: Tensor, limit: int) -> Tensor:

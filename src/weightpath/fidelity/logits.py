@@ -13,6 +13,9 @@ bytes. In float64 the sum cannot round below -1e-12, and a model against itself 
 Log-probabilities are never stored in less: a 16-bit store alone costs a KLD of 5.5e-4 (measured
 on llama.cpp's uint16 form). A model that computes in bf16 also rounds its logits to 8 bits of
 mantissa; that is part of the model, and the noise floor shows what it does.
+
+A model that `load` put a native engine beside (`model.weightpath.native`) is measured on that
+engine, since it is what `generate` and sessions run; any other through its own forward.
 """
 
 from __future__ import annotations
@@ -66,8 +69,8 @@ def compare(
         _check(name, model, windows)
     return _score(
         "candidate against reference",
-        lambda tokens: _logits(reference, tokens),
-        lambda tokens: _logits(candidate, tokens),
+        lambda tokens: window_logits(reference, tokens),
+        lambda tokens: window_logits(candidate, tokens),
         windows,
         progress,
     )
@@ -106,7 +109,7 @@ def noise_floor(
     def again(tokens: Tensor) -> Tensor:
         torch.set_num_threads(threads or before)
         try:
-            return _logits(reference, tokens, copies or 1)
+            return window_logits(reference, tokens, copies or 1)
         finally:
             torch.set_num_threads(before)
 
@@ -114,7 +117,7 @@ def noise_floor(
         f"reference in batches of 1 against itself in batches of {copies}"
         if copies
         else f"reference on {_threads(before)} against itself on {_threads(threads or before)}",
-        lambda tokens: _logits(reference, tokens),
+        lambda tokens: window_logits(reference, tokens),
         again,
         windows,
         progress,
@@ -139,8 +142,13 @@ def _check(name: str, model: Any, windows: Sequence[Window]) -> None:
         )
 
 
-def _logits(model: Any, tokens: Tensor, copies: int = 1) -> Tensor:
-    """Logits [L, V] of one window on the model's device, in the model's own type."""
+@torch.inference_mode()
+def window_logits(model: Any, tokens: Tensor, copies: int = 1) -> Tensor:
+    """Logits [L, V] after each of tokens int64 [L]: fp32 on the CPU from a native engine, else on
+    the model's device in its own type. copies: rows of the batch, of transformers' alone."""
+    native: Any = getattr(getattr(model, "weightpath", None), "native", None)
+    if native is not None and copies == 1:
+        return native.session(len(tokens)).all_logits(tokens.tolist())
     batch = tokens.to(model.device).expand(copies, -1)
     return model(input_ids=batch, use_cache=False).logits[-1]
 

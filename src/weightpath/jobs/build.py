@@ -40,6 +40,7 @@ from weightpath.jobs.verify import (
     Verification,
     VerifyOptions,
     compute_dtype,
+    load_candidate,
     require_decoder,
     text_windows,
     verify_models,
@@ -192,7 +193,7 @@ def _verify(
     chosen = options.verify
     dtype = compute_dtype(checkpoint, chosen.compute)
     reference = load_float(checkpoint, torch.bfloat16, dtype, chosen.device)
-    model = load(folder, chosen.device, dtype, chosen.backend, chosen.activation_bits, progress)
+    model = load_candidate(folder, dtype, chosen, progress)
     found = verify_models(reference, model, tokenizer, *text, chosen, progress)
     del reference, model
     gc.collect()  # model.weightpath points back to its model, a cycle

@@ -43,6 +43,7 @@ def report_data(
     if verification is not None:
         data["fidelity"] = {
             "text": verification.text,
+            "ran": verification.ran,
             "summary": verification.fidelity.to_dict(),
             "noise_floor": verification.noise_floor.to_dict(),
             "greedy": verification.greedy.to_dict(),

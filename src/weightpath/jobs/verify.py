@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from weightpath.fidelity.text import Window, default_documents, read_documents, 
 class VerifyOptions:
     """How much is measured. text: a file, or None for the text that Python carries. length: tokens
     a window; limit: windows at most. contiguous: cut the whole text in a row, as published figures
-    do. compute: float32, bfloat16, or None to take fp32 where the models fit in half of the memory.
+    do. compute: of the reference (and of a candidate on transformers' modules): float32, bfloat16,
+    or None to take fp32 where the models fit in half of the memory. engine and kv_cache: what the
+    candidate runs on, as in `engine.load.load`; "auto" is what `run` takes.
     """
 
     text: Path | None = None
@@ -43,12 +46,16 @@ class VerifyOptions:
     device: str = "cpu"
     activation_bits: int | None = None
     backend: str | None = None
+    engine: str = "auto"
+    kv_cache: str = "bf16"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was lost, on which text, in which arithmetic, beside the reference's own noise; notes:
-    what opening and auditing the low-bit weights showed."""
+    """What was lost, on which text, beside the reference's own noise. compute: the reference's
+    arithmetic. engine: "native" or "transformers", which ran the candidate; kv_cache: its keys and
+    values, None on transformers (they are as `compute` there, and no cache is kept). notes: what
+    opening and auditing the low-bit weights showed."""
 
     text: str
     compute: str
@@ -57,6 +64,16 @@ class Verification:
     noise_floor: FidelitySummary
     greedy: GreedyResult
     notes: tuple[str, ...] = ()
+    engine: str = "transformers"
+    kv_cache: str | None = None
+
+    @property
+    def ran(self) -> str:
+        """What ran the candidate, in words."""
+        engine = "transformers' modules"
+        if self.kv_cache is not None:
+            engine = f"the {self.engine} engine, keys and values in {self.kv_cache}"
+        return f"{engine}, {self.activation_bits}-bit activations"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -64,6 +81,8 @@ class Verification:
             "text": self.text,
             "compute": self.compute,
             "activation_bits": self.activation_bits,
+            "engine": self.engine,
+            "kv_cache": self.kv_cache,
             "fidelity": self.fidelity.to_dict(),
             "noise_floor": self.noise_floor.to_dict(),
             "greedy": self.greedy.to_dict(),
@@ -77,7 +96,7 @@ def verify_folder(
     options: VerifyOptions | None = None,
     progress: Progress = no_progress,
 ) -> Verification:
-    """Compare a low-bit folder with MODEL's own bf16 weights, in one engine."""
+    """Compare a low-bit folder, as `run` runs it, with MODEL's own bf16 weights."""
     options = options or VerifyOptions()
     checkpoint = open_model(reference)
     dtype = compute_dtype(checkpoint, options.compute)
@@ -85,8 +104,40 @@ def verify_folder(
     cut, description = text_windows(tokenizer, options)
     greedy_prompts(options)  # what is wrong with them is said before the work
     float_model = load_float(checkpoint, torch.bfloat16, dtype, options.device)
-    model = load(folder, options.device, dtype, options.backend, options.activation_bits, progress)
+    model = load_candidate(folder, dtype, options, progress)
     return verify_models(float_model, model, tokenizer, cut, description, options, progress)
+
+
+def load_candidate(
+    folder: Path, dtype: torch.dtype, options: VerifyOptions, progress: Progress = no_progress
+) -> Any:
+    """The low-bit model as options.engine says: on the native engine in the checkpoint's own dtype,
+    as `run` has it; on transformers' modules in `dtype`, so that only the weights' loss is seen.
+
+    Where "auto" finds that the native engine does not take the model, its note says why.
+    """
+    wanted, note = options.engine, ""
+    if wanted == "auto" and options.backend is not None:
+        wanted = "transformers"  # a backend is of the modules
+    if wanted != "transformers":
+        model = load(
+            folder, options.device, None, options.backend, options.activation_bits, progress,
+            wanted, options.kv_cache,
+        )  # fmt: skip
+        about: Any = model.weightpath
+        if about.native is not None:
+            return model
+        note = about.notes[-1]
+        del model, about
+        gc.collect()  # the model and its `weightpath` point to each other
+    model = load(
+        folder, options.device, dtype, options.backend, options.activation_bits, progress,
+        "transformers", options.kv_cache,
+    )  # fmt: skip
+    if note:
+        about = model.weightpath
+        model.weightpath = replace(about, notes=(*about.notes, note))  # type: ignore[assignment]
+    return model
 
 
 def verify_models(
@@ -98,7 +149,8 @@ def verify_models(
     options: VerifyOptions,
     progress: Progress = no_progress,
 ) -> Verification:
-    """The same for models that are loaded already."""
+    """The same for models that are loaded already; of options' what is to be measured counts. A
+    model with a native engine beside it is measured on that."""
     require_decoder(reference)
     prompts = greedy_prompts(options)
     scores = compare(
@@ -117,6 +169,7 @@ def verify_models(
         options.prompt_tokens,
         progress=lambda done, total: progress("greedy prompts", done, total),
     )
+    native = model.weightpath.native
     return Verification(
         text=description,
         compute=str(reference.dtype).removeprefix("torch."),
@@ -125,6 +178,8 @@ def verify_models(
         noise_floor=summarize(floor),
         greedy=greedy,
         notes=model.weightpath.notes,
+        engine="transformers" if native is None else "native",
+        kv_cache=None if native is None else native.cache,
     )
 
 

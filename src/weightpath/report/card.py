@@ -139,7 +139,9 @@ def _fidelity(data: ReportData) -> str:
         rows.append(["greedy texts equal", f"{greedy['k']} of {greedy['n']}", f"{low} to {high}"])
     if not rows:
         return ""
-    text = "## Fidelity\n\nAgainst the original weights in the same engine"
+    text = "## Fidelity\n\nAgainst the original weights"
+    if ran := fidelity.get("ran"):
+        text += f", run by {_plain(ran)}"
     if summary:
         text += (
             f", {summary['tokens']:,} tokens in {summary['windows']} windows"

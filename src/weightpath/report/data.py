@@ -43,6 +43,7 @@ class Written(TypedDict, total=False):
 
 class Fidelity(TypedDict, total=False):
     text: str  # what it was measured on, as read_documents or default_documents describe it
+    ran: str  # in words, what ran the low-bit model, with its cache and activations
     summary: dict[str, Any]  # fidelity.metrics.FidelitySummary
     noise_floor: dict[str, Any] | None  # FidelitySummary of the reference against itself
     greedy: dict[str, Any] | None  # fidelity.greedy.GreedyResult

@@ -1,6 +1,12 @@
-"""Sampling of a request that names none: OpenAI's, under what the checkpoint's makers advise."""
+"""Sampling where none is asked for: what the checkpoint's makers advise in generation_config.json.
+
+`serve` and `run` read it the same way and differ only in the temperature where the file says
+nothing of sampling: 1 is OpenAI's, 0 (greedy) is the command line's.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -9,13 +15,19 @@ from weightpath.engine.sampling import Sampling
 SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def default_sampling(model: PreTrainedModel) -> Sampling:
-    """Temperature 1 and no limits, where generation_config.json says nothing else. do_sample false
-    in it is temperature 0. BadRequest for a value in it that cannot be."""
+def advised(model: PreTrainedModel) -> dict[str, Any]:
+    """The sampling settings that the file names. do_sample false in it is temperature 0; true is
+    temperature 1 where it gives none, as in transformers."""
     config = getattr(model, "generation_config", None)
     said = {} if config is None else config.to_diff_dict()
-    advised = {name: said[name] for name in SETTINGS if said.get(name) is not None}
-    advised = {"temperature": 1.0, **advised}
+    found = {name: said[name] for name in SETTINGS if said.get(name) is not None}
     if said.get("do_sample") is False:
-        advised["temperature"] = 0.0
-    return Sampling(**advised)
+        found["temperature"] = 0.0
+    elif said.get("do_sample"):
+        found = {"temperature": 1.0, **found}
+    return found
+
+
+def default_sampling(model: PreTrainedModel, unsaid_temperature: float = 1.0) -> Sampling:
+    """`advised`, and no limits where it says nothing. BadRequest for a value that cannot be."""
+    return Sampling(**{"temperature": unsaid_temperature, **advised(model)})

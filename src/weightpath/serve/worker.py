@@ -184,22 +184,26 @@ class Worker:
                 made.cancel()
 
     def _step(self) -> None:
-        """One step of everything that runs. What fails in the engine ends all of it: which of the
-        sequences is at fault cannot be told, and none of their sessions can be trusted."""
+        """One step of everything that runs. What fails in it ends the request that is at fault; its
+        session is not to be trusted, the others go on."""
         by_generation = {job.generation: job for job in self._running if job.generation is not None}
         try:
             for one, piece in advance(self._engine, list(by_generation)):
                 job = by_generation[one]
                 if one.finish is None:
                     job.deliver(piece)
+                elif piece.error is not None:
+                    _report(piece.error)
+                    self._sessions.drop(one.session)
+                    self._end(job, piece.error)
                 else:
                     self._sessions.give_back(one.session, one.prompt)
                     self._end(job, piece)
-        except Exception as error:
+        except Exception as error:  # of no one sequence: no session can be trusted
             _report(error)
-            for job in by_generation.values():
+            for one, job in by_generation.items():
                 if job in self._running:
-                    self._sessions.drop()
+                    self._sessions.drop(one.session)
                     self._end(job, error)
 
     def _end(self, job: Job, last: Event) -> None:
