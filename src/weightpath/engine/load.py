@@ -28,8 +28,9 @@ from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.read_linear import ReadLinear
 from weightpath.checkpoints.shards import TensorInfo
 from weightpath.checkpoints.store import Checkpoint, gguf_at
-from weightpath.engine import skeleton
+from weightpath.engine import graph_support, skeleton
 from weightpath.engine.decode import NativeModel
+from weightpath.engine.graph import GraphModel
 from weightpath.engine.like_transformers import generate_like_transformers
 from weightpath.engine.low_bit_module import module_of
 from weightpath.engine.native_support import refusal
@@ -44,7 +45,7 @@ from weightpath.nn.swap import (
 
 Progress = Callable[[str, int, int], None]
 """progress(label, done, total)."""
-ENGINES = ("transformers", "native", "auto")
+ENGINES = ("transformers", "native", "graph", "auto")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class LowBitModel:
     """What `load` knows of a model, as `model.weightpath`. manifest: how the folder was made, {}
     where another tool made it. format: what it is in. notes: what reading it showed. floats: linears
     whose integers no module takes -> scheme and why; they run as floats. left_out: tensors that
-    transformers' model has no use for. native: the engine that sessions of this model run on; None:
-    transformers'."""
+    transformers' model has no use for. native: the engine of ours, native or graph, that sessions of
+    this model run on; None: transformers'."""
 
     where: str
     manifest: dict[str, Any]
@@ -117,9 +118,10 @@ def load(
     dtype: of the float tensors and the arithmetic (default: the checkpoint's own). backend: a
     kernel by name, else the chooser's. activation_bits: 8 or 16 for the 4-bit linears (default:
     what the folder was made for, else 16). engine: what sessions and `generate` run on:
-    "transformers"' modules, the "native" one (a whole step in C++, on the CPU; CannotRun where it
-    does not take the model), or "auto", native where it takes the model and a note where not. On
-    the native one `generate` takes transformers' common arguments and refuses others by name.
+    "transformers"' modules, the "native" one (a whole step in C++, on the CPU), the "graph" one (a
+    step replayed from a CUDA graph; in plain torch on the CPU), CannotRun where these do not take
+    the model; or "auto", on the CPU native and on CUDA graph where it takes the model and a note
+    where not. On both `generate` takes transformers' common arguments and refuses others by name.
     kv_cache: of the native engine, bf16, int8 (half the memory; on SmolLM2-135M KLD 7e-4 instead of
     5e-5, docs/experiments.md) or fp32.
     Raises BadCheckpoint or BadTensor with the mend.
@@ -187,26 +189,27 @@ def load(
         checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
         run_as_floats, (*empty, *left_out),
     )  # fmt: skip
-    if engine == "native" or (engine == "auto" and backend is None):
-        _attach_native(model, kv_cache, required=engine == "native")
+    if engine in ("native", "graph") or (engine == "auto" and backend is None):
+        own = engine if engine != "auto" else "graph" if device.type == "cuda" else "native"
+        _attach(model, own, kv_cache, required=engine != "auto")
     return model
 
 
-def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> None:
-    """The native engine beside the model, for its sessions and as its `generate`; a note where it
-    does not take the model, or CannotRun where it is required."""
+def _attach(model: PreTrainedModel, engine: str, kv_cache: str, required: bool) -> None:
+    """An engine of ours, "native" or "graph", beside the model, for its sessions and as its
+    `generate`; a note where it does not take the model, or CannotRun where it is required."""
     about: Any = model.weightpath
-    reason = refusal(model)
+    reason = refusal(model) if engine == "native" else graph_support.refusal(model)
     if reason is not None:
         if required:
-            raise CannotRun(f"{about.where}: the native engine does not run it: {reason}")
-        note = f"runs on transformers' modules, not on the native engine: {reason}"
+            raise CannotRun(f"{about.where}: the {engine} engine does not run it: {reason}")
+        note = f"runs on transformers' modules, not on the {engine} engine: {reason}"
         model.weightpath = replace(about, notes=(*about.notes, note))  # type: ignore[assignment]
         return
-    native = NativeModel(model, cache=kv_cache)
-    model.weightpath = replace(about, native=native)  # type: ignore[assignment]
+    own: Engine = NativeModel(model, cache=kv_cache) if engine == "native" else GraphModel.of(model)
+    model.weightpath = replace(about, native=own)  # type: ignore[assignment]
     model.generate = partial(  # type: ignore[assignment]
-        generate_like_transformers, native, default_config=model.generation_config
+        generate_like_transformers, own, default_config=model.generation_config
     )
 
 
