@@ -21,13 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weightpath.kernels.step import AttentionShape, Rotary, Rows
 from weightpath.kernels.triton_step import interpreted
 
 BLOCK = 32
-"""Positions of one turn of a program's loop."""
+"""Positions of one turn of a program's loop; half of it in fp32, for GPUs with 100 KB of shared memory."""
 GROUP = 16
 """Query heads of a program at least: the smallest tensor-core product."""
 MOST_SPLITS = 16
@@ -38,12 +38,12 @@ UNKNOWN_PROCESSORS = 2
 
 @triton.jit
 def _turned(
-    first_at, second_at, norm, cosines, sines, halves, inside, epsilon,
+    first, second, norm, cosines, sines, halves, epsilon,
     HEAD_DIM: constexpr, HALF: constexpr, NORM: constexpr,
 ):  # fmt: skip
-    """Both halves of heads [heads, half], fp32: loaded, normed and rotated."""
-    first = tl.load(first_at, inside, other=0.0).to(tl.float32)
-    second = tl.load(second_at, inside, other=0.0).to(tl.float32)
+    """Both halves of heads [heads, half], in their dtype: normed and rotated."""
+    dtype = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         known = halves < HALF
         weight_1 = tl.load(norm + halves, known, other=0.0).to(tl.float32)
@@ -52,7 +52,42 @@ def _turned(
         scale = tl.rsqrt(mean + epsilon)[:, None]
         first = first * scale * weight_1[None, :]
         second = second * scale * weight_2[None, :]
-    return first * cosines - second * sines, second * cosines + first * sines
+    turned_1 = first * cosines - second * sines
+    turned_2 = second * cosines + first * sines
+    return turned_1.to(dtype), turned_2.to(dtype)
+
+
+@triton.jit
+def _tile(
+    keys, values, places, end, halves, dims, HEAD_DIM: constexpr, HALF: constexpr
+):  # fmt: skip
+    """Cached keys, as two halves [half, places], and values [places, dims]; 0 from `end` on."""
+    held = places < end
+    at = keys + places[None, :] * HEAD_DIM + halves[:, None]
+    wanted = held[None, :] & (halves < HALF)[:, None]
+    key_1 = tl.load(at, wanted, other=0.0)
+    key_2 = tl.load(at + HALF, wanted, other=0.0)
+    value_at = values + places[:, None] * HEAD_DIM + dims[None, :]
+    value = tl.load(value_at, held[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return key_1, key_2, value
+
+
+@triton.jit
+def _taken_up(
+    q_1, q_2, key_1, key_2, value, held, peak, total, mixed, scale, PRECISION: constexpr
+):  # fmt: skip
+    """The running softmax after one more tile: highest score, sum of weights, weighted values."""
+    scores = tl.dot(q_1, key_1, input_precision=PRECISION)
+    scores = tl.dot(q_2, key_2, scores, input_precision=PRECISION) * scale
+    scores = tl.where(held[None, :], scores, -float("inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: weights of 0, no NaN
+    shrink = tl.exp2(peak - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None]
+    mixed = tl.dot(weights.to(value.dtype), value, mixed, input_precision=PRECISION)
+    return higher, total, mixed
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -69,6 +104,7 @@ def attend_kernel(
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     dtype = q.dtype.element_ty
     position = tl.load(positions + row).to(tl.int32)
     capacity = tl.load(capacities + row)
@@ -85,59 +121,44 @@ def attend_kernel(
     end = tl.minimum(start + piece, position)
     has_new = split == SPLITS - 1
 
-    heads, halves, dims = (
-        tl.arange(0, GROUP_BLOCK),
-        tl.arange(0, HALF_BLOCK),
-        tl.arange(0, HEAD_BLOCK),
-    )
+    heads, halves = tl.arange(0, GROUP_BLOCK), tl.arange(0, HALF_BLOCK)
+    dims = tl.arange(0, HEAD_BLOCK)
     in_half, in_head, in_group = halves < HALF, dims < HEAD_DIM, heads < GROUP_SIZE
+    new_half = in_half[None, :] & has_new
+    # All reads are under way before the first of them is used.
+    places = start + tl.arange(0, BLOCK)
+    key_1, key_2, value = _tile(keys, values, places, end, halves, dims, HEAD_DIM, HALF)
+    q_at = q + row * q_stride + (kv_head * GROUP_SIZE + heads)[:, None] * HEAD_DIM + halves[None, :]
+    q_1 = tl.load(q_at, in_group[:, None] & in_half[None, :], other=0.0)
+    q_2 = tl.load(q_at + HALF, in_group[:, None] & in_half[None, :], other=0.0)
+    k_at = k + row * k_stride + kv_head * HEAD_DIM + halves[None, :]
+    k_1 = tl.load(k_at, new_half, other=0.0)
+    k_2 = tl.load(k_at + HALF, new_half, other=0.0)
+    v_at = v + row * v_stride + kv_head * HEAD_DIM + dims
+    new_value = tl.load(v_at, in_head & has_new, other=0.0)
     cos = tl.load(cosines + position * HALF + halves, in_half, other=0.0)[None, :]
     sin = tl.load(sines + position * HALF + halves, in_half, other=0.0)[None, :]
-    q_at = q + row * q_stride + (kv_head * GROUP_SIZE + heads)[:, None] * HEAD_DIM + halves[None, :]
-    q_1, q_2 = _turned(
-        q_at, q_at + HALF, q_norm, cos, sin, halves, in_group[:, None] & in_half[None, :], epsilon,
-        HEAD_DIM, HALF, NORM,
-    )  # fmt: skip
-    q_1, q_2 = q_1.to(dtype), q_2.to(dtype)
 
-    k_at = k + row * k_stride + kv_head * HEAD_DIM + halves[None, :]
-    k_1, k_2 = _turned(
-        k_at, k_at + HALF, k_norm, cos, sin, halves, in_half[None, :] & has_new, epsilon,
-        HEAD_DIM, HALF, NORM,
-    )  # fmt: skip
-    k_1, k_2 = k_1.to(dtype), k_2.to(dtype)
-    new_value = tl.load(
-        v + row * v_stride + kv_head * HEAD_DIM + dims, in_head & has_new, other=0.0
-    )
+    q_1, q_2 = _turned(q_1, q_2, q_norm, cos, sin, halves, epsilon, HEAD_DIM, HALF, NORM)
+    k_1, k_2 = _turned(k_1, k_2, k_norm, cos, sin, halves, epsilon, HEAD_DIM, HALF, NORM)
     key_at = keys + position * HEAD_DIM + halves[None, :]
-    tl.store(key_at, k_1, in_half[None, :] & has_new)
-    tl.store(key_at + HALF, k_2, in_half[None, :] & has_new)
+    tl.store(key_at, k_1, new_half)
+    tl.store(key_at + HALF, k_2, new_half)
     tl.store(values + position * HEAD_DIM + dims, new_value, in_head & has_new)
 
     product = q_1.to(tl.float32) * k_1.to(tl.float32) + q_2.to(tl.float32) * k_2.to(tl.float32)
     peak = tl.where(has_new, tl.sum(product, 1) * scale, -float("inf"))
     total = tl.where(has_new, tl.full([GROUP_BLOCK], 1.0, tl.float32), 0.0)
     mixed = tl.zeros([GROUP_BLOCK, HEAD_BLOCK], tl.float32) + new_value.to(tl.float32)[None, :]
-    for first in tl.range(start, end, BLOCK):
+    peak, total, mixed = _taken_up(
+        q_1, q_2, key_1, key_2, value, places < end, peak, total, mixed, scale, PRECISION
+    )
+    for first in tl.range(start + BLOCK, end, BLOCK):
         places = first + tl.arange(0, BLOCK)
-        held = places < end
-        at = keys + places[None, :] * HEAD_DIM + halves[:, None]
-        wanted = held[None, :] & in_half[:, None]
-        key_1 = tl.load(at, wanted, other=0.0)
-        key_2 = tl.load(at + HALF, wanted, other=0.0)
-        scores = tl.dot(q_1, key_1, input_precision=PRECISION)
-        scores = tl.dot(q_2, key_2, scores, input_precision=PRECISION) * scale
-        scores = tl.where(held[None, :], scores, -float("inf"))
-        value = tl.load(
-            values + places[:, None] * HEAD_DIM + dims[None, :],
-            held[:, None] & in_head[None, :], other=0.0,
-        )  # fmt: skip
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shrink = tl.exp2(peak - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
-        peak = higher
+        key_1, key_2, value = _tile(keys, values, places, end, halves, dims, HEAD_DIM, HALF)
+        peak, total, mixed = _taken_up(
+            q_1, q_2, key_1, key_2, value, places < end, peak, total, mixed, scale, PRECISION
+        )
 
     head = kv_head * GROUP_SIZE + heads
     kept = in_group[:, None] & in_head[None, :]
@@ -162,6 +183,7 @@ def join_kernel(
     in_head = dims < HEAD_DIM
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     peak = tl.load(peaks + head * SPLITS + splits)
     total = tl.load(sums + head * SPLITS + splits)
     at = partial + (head * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
@@ -214,9 +236,9 @@ def attend(
         HALF_BLOCK=max(16, triton.next_power_of_2(head_dim // 2)),
         HEAD_BLOCK=max(16, triton.next_power_of_2(head_dim)),
         GROUP_BLOCK=max(GROUP, triton.next_power_of_2(shape.heads // shape.kv_heads)),
-        WINDOW=shape.window, SPLITS=splits, BLOCK=BLOCK, NORM=norms,
+        WINDOW=shape.window, SPLITS=splits, BLOCK=BLOCK // 2 if wide else BLOCK, NORM=norms,
         PRECISION="ieee" if wide else "tf32", OVERLAP=overlap,
-        num_warps=4, num_stages=2 if wide else 3, launch_pdl=overlap,
+        num_warps=4, num_stages=2 if wide or head_dim > 128 else 3, launch_pdl=overlap,
     )  # fmt: skip
     if splits > 1:
         join: Any = join_kernel

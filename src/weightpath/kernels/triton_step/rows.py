@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weightpath.kernels.step import Rows
 
@@ -35,6 +35,7 @@ def add_norm_kernel(
     factors = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     values = tl.load(x + start + columns, inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
@@ -56,6 +57,7 @@ def silu_times_kernel(
     inside = columns < width
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     a = tl.load(gate + row * gate_stride + columns, inside, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + columns, inside, other=0.0).to(tl.float32)
     result = a * tl.sigmoid(a) * b
@@ -72,6 +74,7 @@ def largest_kernel(
     inside = columns < count
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     found = tl.load(logits + row * stride + columns, inside, other=-float("inf")).to(tl.float32)
     finite = (tl.abs(found) < float("inf")) | (columns >= count)
     best = tl.max(found, 0)
@@ -92,6 +95,7 @@ def advance_kernel(
     inside = tl.arange(0, BLOCK) < parts
     if OVERLAP:
         gdc_wait()
+        gdc_launch_dependents()
     best = tl.load(values + place, inside, other=-float("inf"))
     columns = tl.load(indices + place, inside, other=NEVER)
     wrong = tl.max(tl.load(bad_parts + place, inside, other=0), 0)
