@@ -173,6 +173,8 @@ def test_a_graph_cannot_be_captured_on_the_cpu_and_a_model_it_does_not_take_is_r
         GraphModel.of(build_model("llama"), capture=True)
     with pytest.raises(CannotRun, match="Triton kernels run on CUDA; this model is on cpu"):
         GraphModel.of(build_model("llama"), kernels="triton")
+    with pytest.raises(CannotRun, match="overlap is of Triton kernels on CUDA, not of plain ones"):
+        GraphModel.of(build_model("llama"), overlap=True)
     with pytest.raises(BadRequest, match="step kernels 'fast': unknown; there are triton, plain"):
         GraphModel.of(build_model("llama"), kernels="fast")
     weightpath.quantize(tiny_llama, tmp_path / "low", scheme="w4g64")

@@ -42,6 +42,8 @@ class GraphModel:
     """A decoder's weights behind captured steps. kernels: "triton" or "plain" (None: by device).
     capture None: on CUDA. overlap: kernels start while others end (step.step_kernels)."""
 
+    name = "graph"
+
     def __init__(
         self,
         weights: DecoderWeights,
@@ -57,7 +59,7 @@ class GraphModel:
         self.capture = on_cuda if capture is None else capture
         if self.capture and not on_cuda:
             raise CannotRun(f"CUDA graphs are captured on CUDA; this model is on {self.device}")
-        self._pool = torch.cuda.graph_pool_handle() if self.capture else None
+        self._pool = self._fresh_pool()
         self._runners: dict[int, StepRunner] = {}
         self._tables = rotary_tables(weights, min(weights.longest, FIRST_TABLES))
         self._idle = self.cache(IDLE_CAPACITY)
@@ -146,6 +148,10 @@ class GraphModel:
             self._runners[size] = StepRunner(self._step, size, self._idle, self.capture, self._pool)
         return self._runners[size]
 
+    def _fresh_pool(self) -> Any:
+        """Memory for graphs to share; of a pool whose graphs are gone there is no second use."""
+        return torch.cuda.graph_pool_handle() if self.capture else None
+
     def _step(self, rows: Rows, bad: Tensor) -> Tensor:
         return decode_step(self.weights, self.kernels, self._tables, rows, bad)
 
@@ -154,6 +160,7 @@ class GraphModel:
         if len(self._tables.cosines) < positions:
             self._tables = rotary_tables(self.weights, positions)
             self._runners.clear()
+            self._pool = self._fresh_pool()
 
     def prefill(self, cache: Tensor, held: int, tokens: Sequence[int]) -> Tensor:
         """Hidden states [L, H] of tokens behind `held` cached ones, in one eager pass."""

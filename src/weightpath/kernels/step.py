@@ -24,6 +24,8 @@ from weightpath.errors import BadRequest, CannotRun
 KINDS = ("triton", "plain")
 CAPABILITY = (8, 0)
 """The oldest GPU with bf16 products: Ampere."""
+OVERLAPPING = (9, 0)
+"""The oldest with programmatic dependent launch: Hopper."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,32 @@ def triton_refusal(device: torch.device) -> str | None:
     return None
 
 
+def overlap_refusal(device: torch.device, kernels: str) -> str | None:
+    """Why a device does not start one of these kernels while another ends, or None."""
+    if kernels != "triton" or device.type != "cuda":
+        return f"overlap is of Triton kernels on CUDA, not of {kernels} ones on {device.type}"
+    found = torch.cuda.get_device_capability(device)
+    if found < OVERLAPPING:
+        return f"overlap needs compute capability 9.0; {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}"
+    return None
+
+
 def step_kernels(
     device: torch.device, wanted: str | None = None, overlap: bool = False
 ) -> StepKernels:
     """The kernels for a device: Triton's on CUDA, else plain torch; or those `wanted` by name.
 
     overlap: Triton kernels start while the one before them ends (programmatic dependent launch, from
-    compute capability 9.0 on). CannotRun where the wanted ones do not run there.
+    compute capability 9.0 on). CannotRun where what is wanted does not run there.
     """
     if wanted is not None and wanted not in KINDS:
         raise BadRequest(f"step kernels '{wanted}': unknown; there are {', '.join(KINDS)}")
     if wanted is None:
         wanted = "triton" if device.type == "cuda" else "plain"
+    if overlap:
+        reason = overlap_refusal(device, wanted)
+        if reason is not None:
+            raise CannotRun(f"step kernels: {reason}")
     if wanted == "plain":
         from weightpath.kernels import step_plain as plain
 
@@ -127,7 +143,6 @@ def step_kernels(
         reason = triton_refusal(device)
         if reason is not None:
             raise CannotRun(f"step kernels: {reason}")
-        overlap = overlap and torch.cuda.get_device_capability(device) >= (9, 0)
     from weightpath.kernels.triton_step import attention, rows
 
     return StepKernels(
