@@ -4,11 +4,12 @@
                                     [--head int8] [--overlap] [--tiny] [--json OUT] [--write]
 
 Weights are drawn on the device as packed codes and scales, layer by layer; the head is int8 beside
-int8 and 4-bit linears, the embedding one table for all. With --overlap each runs a
-second time, its kernels started while others end. A sample is STEPS replays of the captured
-step from `context` cached positions on, each feeding the next. The limit is the bytes that a step
-reads (weights, cached keys and values, embedding rows) over the read bandwidth measured in this run.
-A profile of one replay by kernel follows each batch. --tiny: small shapes, on the CPU too.
+int8 and 4-bit linears, the embedding one table for all. With --overlap each runs a second time, its
+kernels started while others end. A sample is STEPS replays of the captured step from `context`
+cached positions on, each feeding the next. The limit is the bytes that a step reads (weights, cached
+keys and values, embedding rows) over the read bandwidth measured in this run. Beside each step its
+products alone are timed, and a profile of one replay by kernel follows each batch. --tiny: small
+shapes, on the CPU too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 import gpu_models
 from common import finish
 from gpu_models import SHAPES, Shape
-from gpu_profile import profile_of, show_profile
+from gpu_profile import products_only, profile_of, show_profile
 from weightpath.bench.timing import Timing, ratio, sample_in_turns
 from weightpath.engine.graph import GraphModel
 
@@ -86,7 +87,7 @@ def one_batch(
     tokens = list(range(1, batch + 1))
 
     def sampler(model: GraphModel) -> Callable[[], float]:
-        runner = model.runner(batch)
+        runner = model.runner(batch)  # captured here
 
         def replays() -> None:
             for _ in range(STEPS):
@@ -101,7 +102,9 @@ def one_batch(
             raise SystemExit("logits are not finite: the random weights are drawn too wide")
         return sample
 
-    samples = sample_in_turns({name: sampler(model) for name, model in models.items()}, rounds)
+    bare = {name: products_only(model, batch) for name, model in models.items() if "+" not in name}
+    measured = models | {f"{name} products": model for name, model in bare.items()}
+    samples = sample_in_turns({name: sampler(model) for name, model in measured.items()}, rounds)
     times = {name: Timing.of(values) for name, values in samples.items()}
     rows = []
     for name, model in models.items():
@@ -117,13 +120,14 @@ def one_batch(
             "tokens_per_s": batch / found.median,
             "bytes": sizes, "limit_ms": limit * 1e3, "of_limit": limit / found.median,
             "faster_than_bf16": [faster.median, faster.low, faster.high],
+            "products_ms": times[f"{name.split('+')[0]} products"].median * 1e3,
             "profile": profile_of(runner.run, machine.device),
         }  # fmt: skip
         rows.append(row)
         print(
             f"batch {batch:3} {name:12} {row['ms'][0]:7.3f} ms ({row['ms'][1]:.3f} to "
             f"{row['ms'][2]:.3f})  {row['tokens_per_s']:8.0f} tokens/s  limit {row['limit_ms']:.3f} ms, "
-            f"{row['of_limit']:.0%} of it  bf16 / it {faster}",
+            f"{row['of_limit']:.0%} of it  products alone {row['products_ms']:.3f} ms  bf16 / it {faster}",
             flush=True,
         )
     for row in rows:

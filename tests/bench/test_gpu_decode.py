@@ -37,5 +37,6 @@ def test_the_whole_benchmark_runs_on_a_tiny_shape_and_its_numbers_add_up(tmp_pat
     for row in body["rows"]:
         assert row["ms"][1] <= row["ms"][0] <= row["ms"][2]
         assert row["of_limit"] == pytest.approx(row["limit_ms"] / row["ms"][0])
+        assert row["products_ms"] > 0
         assert sum(one["us"] for one in row["profile"]) > 0
         assert f"batch {row['batch']:3} {row['weights']:12}" in ran.stdout
