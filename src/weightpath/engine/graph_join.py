@@ -1,7 +1,9 @@
 """Linears of one input made one: codes, scales and zeros one below the other along N.
 
-Only linears of one kind, scheme, scale dtype and kernel are joined; others stay apart. What a joined
-linear was made from stays in the model as a view (floats) or a JoinedLinear (low-bit).
+Only linears of one kind, scheme, scale dtype and kernel are joined; others stay apart. Linears behind
+the same gather (GPTQ orders columns by their inputs, so those of one input share an order) are joined
+behind one. What a joined linear was made from stays in the model as a view (floats) or a JoinedLinear
+(low-bit).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weightpath.nn.gathered_linear import GatheredLinear
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
 from weightpath.nn.joined_linear import JoinedLinear
@@ -23,22 +26,46 @@ Products = tuple[nn.Module, ...]
 
 def join(parent: nn.Module, names: Sequence[str]) -> Products:
     """The linears `names` of a module as one, or as they are; `parent` keeps what stands for each."""
-    modules: list[Any] = [getattr(parent, name) for name in names]
+    outer: list[Any] = [getattr(parent, name) for name in names]
+    gathered = _one_gather(outer)
+    modules = [module.inner for module in outer] if gathered else outer
     if all(isinstance(module, JoinedLinear) for module in modules):  # by another engine before
-        return (modules[0].inner,)
+        whole = modules[0].inner
+        return (_behind(outer[0], whole) if gathered else whole,)
     if len({_kind(module) for module in modules}) > 1 or _kind(modules[0]) is None:
-        return tuple(modules)
+        return tuple(outer)
     whole = joined(modules)
     start = 0
     for name, module in zip(names, modules, strict=True):
         end = start + module.out_features
         if isinstance(whole, LowBitLinear):
-            setattr(parent, name, JoinedLinear(whole, start, end))
+            part = JoinedLinear(whole, start, end)
+            setattr(parent, name, _behind(outer[0], part) if gathered else part)
         else:
             for key, value in whole.named_parameters():
                 setattr(module, key, nn.Parameter(value.detach()[start:end], requires_grad=False))
         start = end
-    return (whole,)
+    return (_behind(outer[0], whole) if gathered else whole,)
+
+
+def _one_gather(modules: Sequence[Any]) -> bool:
+    """Whether all are low-bit linears behind gathers of one order and the same scales."""
+    if not all(isinstance(module, GatheredLinear) for module in modules):
+        return False
+    first = modules[0]
+    return all(
+        _same(module.order, first.order) and _same(module.scales, first.scales)
+        for module in modules[1:]
+    )
+
+
+def _behind(gather: GatheredLinear, inner: nn.Module) -> GatheredLinear:
+    """Another linear behind the same gather."""
+    return GatheredLinear(inner, gather.order, gather.scales).eval()
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 def joined(modules: Sequence[Any]) -> Any:

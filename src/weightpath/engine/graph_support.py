@@ -44,7 +44,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def _linear_refusal(module: nn.Module, dtype: torch.dtype) -> str | None:
-    if isinstance(module, (GatheredLinear, JoinedLinear)):
+    while isinstance(module, (GatheredLinear, JoinedLinear)):
         module = module.inner
     if isinstance(module, LowBitLinear):
         return None

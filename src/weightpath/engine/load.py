@@ -36,6 +36,7 @@ from weightpath.engine.low_bit_module import module_of
 from weightpath.engine.native_support import refusal
 from weightpath.engine.session import Engine
 from weightpath.errors import BadCheckpoint, BadRequest, BadTensor, CannotRun
+from weightpath.nn.joined_linear import JoinedLinear
 from weightpath.nn.swap import (
     explain,
     replace_module,
@@ -68,7 +69,10 @@ class LowBitModel:
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """For every low-bit linear: its scheme, its kernel, and why not the others."""
-        report = {name.removesuffix(".inner"): row for name, row in explain(self.model).items()}
+        report = {_without_inner(name): row for name, row in explain(self.model).items()}
+        for name, module in self.model.named_modules():
+            if isinstance(module, JoinedLinear):
+                report[_without_inner(name)] = explain(module)["inner"]
         for name, (scheme, why) in self.floats.items():
             report[name] = {"scheme": scheme, "kernel": "float", "rejected": [["low-bit", why]]}
         return report
@@ -308,6 +312,13 @@ def tied_copy(model: PreTrainedModel, checkpoint: Checkpoint) -> str | None:
 
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
+
+
+def _without_inner(name: str) -> str:
+    """A linear's own name, without those of what it lies behind."""
+    while name.endswith(".inner"):
+        name = name.removesuffix(".inner")
+    return name
 
 
 def _said(error: Exception) -> str:
