@@ -128,8 +128,10 @@ def load(folder: str | Path, device: str = "cpu", **options: Any) -> PreTrainedM
     """A transformers model on the low-bit weights of `folder`; `generate` works as usual.
 
     options: dtype, backend, activation_bits, progress, engine, kv_cache, cache (see
-    engine.load.load).
+    engine.load.load). On CUDA the graph engine generates where it takes the model.
     """
     from weightpath.engine.load import load as run
 
+    if str(device).startswith("cuda"):
+        options.setdefault("engine", "auto")
     return run(folder, device, **options)

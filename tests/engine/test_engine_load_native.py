@@ -103,7 +103,9 @@ def test_where_the_native_engine_does_not_take_a_model_auto_says_so_and_native_r
 
 
 def test_unknown_engines_and_a_kernel_beside_the_native_one_are_refused(tiny_low_bit: Path) -> None:
-    with pytest.raises(BadRequest, match="engine 'fast': unknown; use transformers, native, auto"):
+    with pytest.raises(
+        BadRequest, match="engine 'fast': unknown; use transformers, native, graph, auto"
+    ):
         load(tiny_low_bit, engine="fast")
     with pytest.raises(BadRequest, match="leave one of them out"):
         load(tiny_low_bit, engine="native", backend="torch")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 BITS: Any = typer.Option(None, help="8 or 16; without it, what DIR was made for.")
 DEVICE: Any = typer.Option("cpu", help="cpu or cuda.")
 ENGINE: Any = typer.Option(
-    "auto", help="native, transformers, or auto: native where it takes the model."
+    "auto",
+    help="native (CPU), graph (CUDA), transformers, or auto: native or graph, by device, where it "
+    "takes the model.",
 )
 KV_CACHE: Any = typer.Option(
     "bf16", help="With --engine native: keys and values in bf16, int8 (half the memory) or fp32."

@@ -47,6 +47,8 @@ class NativeModel:
     torch.get_num_threads() at each call.
     """
 
+    name = "native"
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from weightpath.engine.batch import generate_many
-from weightpath.engine.sampling import Sampling
+from weightpath.engine.sampling import GREEDY, Sampling
 from weightpath.engine.session import Engine
 from weightpath.engine.stream import Limits, Piece
 from weightpath.errors import BadRequest
@@ -95,8 +95,12 @@ def generate_like_transformers(
     each = [sampling] * len(prompts)
     if sampling.seed is not None:
         each = [replace(sampling, seed=sampling.seed + index) for index in range(len(prompts))]
-    many = generate_many(engine, tokenizer, prompts, each, limits, at_once=at_once, emit=emit)
-    replies = [[token.token for token in one.tokens] for one in many]
+    on_device = getattr(engine, "greedy", None)  # of an engine that picks tokens itself
+    if on_device is not None and sampling == GREEDY and streamer is None and not stops:
+        replies = on_device(prompts, limits.max_new_tokens, limits.stop_tokens, at_once)
+    else:
+        many = generate_many(engine, tokenizer, prompts, each, limits, at_once=at_once, emit=emit)
+        replies = [[token.token for token in one.tokens] for one in many]
     if streamer is not None:
         streamer.end()
     longest = max(map(len, replies))

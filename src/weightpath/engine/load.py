@@ -27,8 +27,9 @@ from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.gguf_file import BLOCKS
 from weightpath.checkpoints.low_bit import LowBitCheckpoint, open_low_bit
 from weightpath.checkpoints.store import Checkpoint, SafetensorsCheckpoint, gguf_at
-from weightpath.engine import skeleton
+from weightpath.engine import graph_support, skeleton
 from weightpath.engine.decode import NativeModel
+from weightpath.engine.graph import GraphModel
 from weightpath.engine.like_transformers import generate_like_transformers
 from weightpath.engine.low_bit_module import module_of
 from weightpath.engine.native_support import refusal
@@ -37,6 +38,7 @@ from weightpath.engine.session import Engine
 from weightpath.engine.tiles_cache import find, keep, key_of, start_reading
 from weightpath.errors import BadCheckpoint, BadRequest, CannotRun
 from weightpath.kernels import cpu
+from weightpath.nn.joined_linear import JoinedLinear
 from weightpath.nn.swap import (
     explain,
     replace_module,
@@ -46,7 +48,7 @@ from weightpath.nn.swap import (
 
 Progress = Callable[[str, int, int], None]
 """progress(label, done, total)."""
-ENGINES = ("transformers", "native", "auto")
+ENGINES = ("transformers", "native", "graph", "auto")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class LowBitModel:
     """What `load` knows of a model, as `model.weightpath`. manifest: how the folder was made, {}
     where another tool made it. format: what it is in. notes: what reading it showed. floats: linears
     whose integers no module takes -> scheme and why; they run as floats. left_out: tensors that
-    transformers' model has no use for. native: the engine that sessions of this model run on; None:
-    transformers'. from_cache: whether packed weights were mapped and nothing was packed."""
+    transformers' model has no use for. native: the engine of ours, native or graph, that sessions of
+    this model run on; None: transformers'. from_cache: whether packed weights were mapped and nothing
+    was packed."""
 
     where: str
     manifest: dict[str, Any]
@@ -70,7 +73,10 @@ class LowBitModel:
 
     def explain(self) -> dict[str, dict[str, Any]]:
         """For every low-bit linear: its scheme, its kernel, and why not the others."""
-        report = {name.removesuffix(".inner"): row for name, row in explain(self.model).items()}
+        report = {_without_inner(name): row for name, row in explain(self.model).items()}
+        for name, module in self.model.named_modules():
+            if isinstance(module, JoinedLinear):
+                report[_without_inner(name)] = explain(module)["inner"]
         for name, (scheme, why) in self.floats.items():
             report[name] = {"scheme": scheme, "kernel": "float", "rejected": [["low-bit", why]]}
         return report
@@ -121,9 +127,10 @@ def load(
     dtype: of the float tensors and the arithmetic (default: the checkpoint's own). backend: a
     kernel by name, else the chooser's. activation_bits: 8 or 16 for the 4-bit linears (default:
     what the folder was made for, else 16). engine: what sessions and `generate` run on:
-    "transformers"' modules, the "native" one (a whole step in C++, on the CPU; CannotRun where it
-    does not take the model), or "auto", native where it takes the model and a note where not. On
-    the native one `generate` takes transformers' common arguments and refuses others by name.
+    "transformers"' modules, the "native" one (a whole step in C++, on the CPU), the "graph" one (a
+    step replayed from a CUDA graph; in plain torch on the CPU), CannotRun where these do not take
+    the model; or "auto", on the CPU native and on CUDA graph where it takes the model and a note
+    where not. On both `generate` takes transformers' common arguments and refuses others by name.
     kv_cache: of the native engine, bf16, int8 (half the memory; on SmolLM2-135M KLD 7e-4 instead of
     5e-5, docs/experiments.md) or fp32. cache: where the native engine runs, keep the packed weights
     in a hidden file beside the checkpoint and map it at the next load (tiles_cache.py).
@@ -148,7 +155,7 @@ def load(
     if bits not in (8, 16):
         raise BadRequest(f"{checkpoint.where}: {bits}-bit activations; use 8 or 16")
     dtype = dtype or model_dtype(checkpoint.config)
-    keeps = cache and engine != "transformers" and backend is None
+    keeps = cache and engine in ("native", "auto") and backend is None
     keeps = keeps and device.type == "cpu" and cpu.refusal() is None
     key = key_of(checkpoint, dtype) if keeps else ""
     reading = start_reading(checkpoint, key) if keeps else None
@@ -208,12 +215,13 @@ def load(
         checkpoint.where, checkpoint.manifest, bits, model, checkpoint.format, notes,
         run_as_floats, (*empty, *left_out), from_cache=not isinstance(kept, str),
     )  # fmt: skip
-    if engine == "native" or (engine == "auto" and backend is None):
-        native = _attach_native(model, kv_cache, required=engine == "native")
-        if keeps and native is not None and isinstance(kept, str):
+    own = engine if engine != "auto" else "graph" if device.type == "cuda" else "native"
+    if own in ("native", "graph") and not (engine == "auto" and backend is not None):
+        attached = _attach(model, own, kv_cache, required=engine != "auto")
+        if keeps and isinstance(attached, NativeModel) and isinstance(kept, str):
             progress("keeping", 0, 1)
             said = keep(
-                checkpoint, key, model, names, native.packed_blocks, made, run_as_floats, findings
+                checkpoint, key, model, names, attached.packed_blocks, made, run_as_floats, findings
             )
             progress("keeping", 1, 1)
             _note(model, *filter(None, (kept, said)))
@@ -239,27 +247,29 @@ def _note(model: PreTrainedModel, *notes: str) -> None:
     model.weightpath = replace(about, notes=(*about.notes, *notes))  # type: ignore[assignment]
 
 
-def _attach_native(model: PreTrainedModel, kv_cache: str, required: bool) -> NativeModel | None:
-    """The native engine beside the model, for its sessions and as its `generate`; a note where it
-    does not take the model, or CannotRun where it is required."""
+def _attach(
+    model: PreTrainedModel, engine: str, kv_cache: str, required: bool
+) -> NativeModel | GraphModel | None:
+    """An engine of ours, "native" or "graph", beside the model, for its sessions and as its
+    `generate`; a note where it does not take the model, or CannotRun where it is required."""
     about: Any = model.weightpath
-    reason = refusal(model)
+    reason = refusal(model) if engine == "native" else graph_support.refusal(model)
     if reason is not None:
         if required:
-            raise CannotRun(f"{about.where}: the native engine does not run it: {reason}")
-        _note(model, f"runs on transformers' modules, not on the native engine: {reason}")
+            raise CannotRun(f"{about.where}: the {engine} engine does not run it: {reason}")
+        _note(model, f"runs on transformers' modules, not on the {engine} engine: {reason}")
         return None
-    native = NativeModel(model, cache=kv_cache)
-    model.weightpath = replace(about, native=native)  # type: ignore[assignment]
+    own = NativeModel(model, cache=kv_cache) if engine == "native" else GraphModel.of(model)
+    model.weightpath = replace(about, native=own)  # type: ignore[assignment]
 
     def generate(*arguments: Any, **named: Any) -> Tensor:
         """`generate_like_transformers` with the model's generation config as it is at the call."""
         return generate_like_transformers(
-            native, *arguments, default_config=model.generation_config, **named
+            own, *arguments, default_config=model.generation_config, **named
         )
 
     model.generate = generate  # type: ignore[assignment]
-    return native
+    return own
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -293,6 +303,13 @@ def model_dtype(config: dict[str, Any]) -> torch.dtype:
         if isinstance(found, torch.dtype):
             return found
     return torch.bfloat16
+
+
+def _without_inner(name: str) -> str:
+    """A linear's own name, without those of what it lies behind."""
+    while name.endswith(".inner"):
+        name = name.removesuffix(".inner")
+    return name
 
 
 def _said(error: Exception) -> str:

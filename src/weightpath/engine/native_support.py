@@ -27,28 +27,16 @@ MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
 def refusal(model: PreTrainedModel) -> str | None:
     """Why the native engine does not run this model, as a sentence, or None."""
-    name, config = type(model).__name__, model.config
-    if name not in FAMILIES:
-        return f"{name} is not a family of the native engine ({', '.join(FAMILIES)})"
+    reason = family_refusal(model, "native")
+    if reason is not None:
+        return reason
     try:
         cpu.extension()
     except CannotRun as missing:
         return str(missing)
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}; the native engine has silu"
-    rope = rope_type(config)
-    if rope not in ROPES:
-        return f"its rope scaling is '{rope}'; the native engine has {', '.join(ROPES)}"
-    part = rotary_part(config)
-    if part != 1:
-        return f"its rope turns {part:g} of each head (partial_rotary_factor); the native engine turns all"
-    if head_dim(config) % 16 or head_dim(config) > 256:
-        return f"its head_dim {head_dim(config)} is no multiple of 16 up to 256"
-    if config.num_attention_heads % config.num_key_value_heads:
-        return (
-            f"its {config.num_attention_heads} query heads are no multiple of its "
-            f"{config.num_key_value_heads} key-value heads"
-        )
+    reason = shape_refusal(model, "native")
+    if reason is not None:
+        return reason
     for place, module in linears(model).items():
         reason = _linear_refusal(module)
         if reason:
@@ -56,6 +44,35 @@ def refusal(model: PreTrainedModel) -> str | None:
     table = model.get_input_embeddings().weight
     if table.dtype not in KINDS or table.device.type != "cpu":
         return f"its embedding is {table.dtype} on {table.device}; wanted fp32, bf16 or fp16 on cpu"
+    return None
+
+
+def family_refusal(model: PreTrainedModel, engine: str) -> str | None:
+    """Why no engine of ours, `engine` by name, has this model's family, or None."""
+    name = type(model).__name__
+    if name in FAMILIES:
+        return None
+    return f"{name} is not a family of the {engine} engine ({', '.join(FAMILIES)})"
+
+
+def shape_refusal(model: PreTrainedModel, engine: str) -> str | None:
+    """Why a model of FAMILIES has an activation, rope or heads that our engines do not, or None."""
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}; the {engine} engine has silu"
+    rope = rope_type(config)
+    if rope not in ROPES:
+        return f"its rope scaling is '{rope}'; the {engine} engine has {', '.join(ROPES)}"
+    part = rotary_part(config)
+    if part != 1:
+        return f"its rope turns {part:g} of each head (partial_rotary_factor); the {engine} engine turns all"
+    if head_dim(config) % 16 or head_dim(config) > 256:
+        return f"its head_dim {head_dim(config)} is no multiple of 16 up to 256"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return (
+            f"its {config.num_attention_heads} query heads are no multiple of its "
+            f"{config.num_key_value_heads} key-value heads"
+        )
     return None
 
 

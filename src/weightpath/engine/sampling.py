@@ -31,6 +31,7 @@ from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels.cpu import extension
 
 MOST_SEED = 2**63
+NOT_FINITE = "logits are not finite; fp16 ends at 65504: load with dtype=torch.bfloat16, or inspect the weights"
 
 
 def _within(name: str, value: float, low: float, high: float, meaning: str) -> None:
@@ -117,10 +118,7 @@ class Sampler:
         else:
             picked = self._pick_compiled(logits, uniform, top)
         if picked is None:
-            raise CannotRun(
-                "logits are not finite; fp16 ends at 65504: load with dtype=torch.bfloat16, or "
-                "inspect the weights"
-            )
+            raise CannotRun(NOT_FINITE)
         if self.sampling.repetition_penalty != 1.0:
             self._seen.append(picked.token)
         return picked

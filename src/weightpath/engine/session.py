@@ -49,7 +49,10 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    """A model as sessions see it."""
+    """A model as sessions see it. name: as `load` takes it."""
+
+    @property
+    def name(self) -> str: ...
 
     def session(self, context: int | None = None) -> Session:
         """A fresh session; context None takes the model's own limit."""
@@ -142,6 +145,8 @@ class TransformersSession:
 
 class TransformersEngine:
     """Sessions on a transformers model. Several sessions run one after another."""
+
+    name = "transformers"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

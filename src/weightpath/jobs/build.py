@@ -231,8 +231,8 @@ def _run(
         model, tokenizer, [{"role": "user", "content": options.question}], options.answer_tokens
     )
     kernels = " and ".join(sorted({_named(row) for row in explain(model).values()}))
-    native = model.weightpath.native is not None  # type: ignore[union-attr]
-    return speed, reply, f"native engine, {kernels}" if native else kernels
+    own: Any = model.weightpath.native  # type: ignore[union-attr]
+    return speed, reply, kernels if own is None else f"{own.name} engine, {kernels}"
 
 
 def _named(row: dict[str, object]) -> str:
