@@ -3,6 +3,7 @@
     python benchmarks/cpu_decode.py --cache FOLDER [--models demo,1b] [--threads 2] [--rounds 5]
                                     [--measures "prefill,decode,decode deep"]
                                     [--engine native] [--peers FOLDER] [--llama-server BINARY]
+                                    [--llama-batch 512] [--tokenizer FOLDER] [--label NAME]
                                     [--write]
 
 prefill      a prompt of 512 tokens into an empty cache, the first token after it included
@@ -90,7 +91,8 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
         print(absent("llama", "llama.cpp"))
     else:
         add("llama.cpp Q4_0", python or sys.executable, "llama_worker.py", model.gguf_bytes,
-            {"server": server}, gguf=str(model.gguf), context=CONTEXT, server=server)  # fmt: skip
+            {"server": server}, gguf=str(model.gguf), context=CONTEXT, server=server,
+            batch=arguments.llama_batch)  # fmt: skip
     python = peer_python("openvino", arguments.peers)
     if python is None:
         print(absent("openvino", "OpenVINO GenAI"))
@@ -165,7 +167,7 @@ def equal_at_first(ours: list[int], theirs: list[int]) -> int:
 
 def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Measure and print one model."""
-    model = prepare(name, arguments.cache)
+    model = prepare(name, arguments.cache, arguments.tokenizer)
     found = products(arguments, model)
     for one in found:
         print(f"{name}: {one.name}: {one.version}, {one.weight_bytes / 1e6:.1f} MB a token")
@@ -198,10 +200,12 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
             after = ratio(rates["decode deep"][one.name], rates["decode"][one.name])
             deep[one.name] = after.median
             print(f"  {one.name:24} {after.median:.0%}")
-    first = loads(arguments, found)
-    print(f"{name}: seconds from load to the first token")
-    for one in found:
-        print(f"  {one.name:24} {spread(first[one.name], 2)}")
+    first: dict[str, Timing] = {}
+    if arguments.loads:
+        first = loads(arguments, found)
+        print(f"{name}: seconds from load to the first token")
+        for one in found:
+            print(f"  {one.name:24} {spread(first[one.name], 2)}")
     for key, count in same.items():
         print(f"{name}: {key}: the first {count} of {same[ours.name]} tokens are ours")
     return {
@@ -224,10 +228,13 @@ def main() -> None:
     parser.add_argument("--measures", default=",".join(MEASURES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loads", type=int, default=3, help="fresh processes of each product")
+    parser.add_argument("--loads", type=int, default=3, help="fresh processes of each; 0: none")
     parser.add_argument("--engine", choices=("transformers", "native"), default="native")
     parser.add_argument("--peers", type=Path, default=REPOSITORY, help="where .venv-NAME lie")
     parser.add_argument("--llama-server", type=Path, help="one built for this machine")
+    parser.add_argument("--llama-batch", type=int, default=512, help="its rows of a step at most")
+    parser.add_argument("--tokenizer", type=Path, help="config and tokenizer of random models")
+    parser.add_argument("--label", default="", help="ends the name of the written result")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     print(
@@ -239,7 +246,8 @@ def main() -> None:
         body["models"][name] = one_model(arguments, name)
     body["load_after"] = os.getloadavg()[0]
     if arguments.write:
-        finish(f"cpu-decode-{arguments.threads}", body)
+        label = f"-{arguments.label}" if arguments.label else ""
+        finish(f"cpu-decode-{arguments.threads}{label}", body)
     else:
         print(json.dumps({"kind": "cpu-decode", **body}))
 
