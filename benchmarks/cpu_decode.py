@@ -43,6 +43,7 @@ from decode_models import NAMES, BenchModel, prepare
 from peer_process import PeerProcess, absent, peer_python
 from weightpath.bench.timing import Ratio, Timing, ratio, sample_in_turns, sampler
 from weightpath.kernels import cpu
+from weightpath.version import __version__
 
 MEASURES = {"prefill": (512, 0), "decode": (16, 64), "decode deep": (2048, 32)}
 """Tokens of the prompt, and steps after it."""
@@ -73,9 +74,10 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
     threads, found = arguments.threads, []
 
     def add(name: str, python: Path | str, script: str, weight_bytes: int, asks: dict[str, Any],
-            **load: Any) -> None:  # fmt: skip
-        with PeerProcess(python, script, {**os.environ, **SPIN}) as worker:
-            versions = worker.ask(do="versions", **asks)
+            versions: dict[str, str] | None = None, **load: Any) -> None:  # fmt: skip
+        if versions is None:
+            with PeerProcess(python, script, {**os.environ, **SPIN}) as worker:
+                versions = worker.ask(do="versions", **asks)
         found.append(
             Product(name, python, script, {**load, "threads": threads}, asks, weight_bytes,
                     " ".join(f"{key} {value}" for key, value in versions.items()))
@@ -83,7 +85,7 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
 
     for bits in (8, 16):  # 8 first: the peers quantize activations to 8 bits too
         add(f"weightpath W4A{bits}", sys.executable, "ours_worker.py", model.folder_bytes,
-            {}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
+            {}, {"weightpath": __version__}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
             activation_bits=bits)  # fmt: skip
     python = peer_python("llama", arguments.peers)
     server = str(arguments.llama_server) if arguments.llama_server else None
