@@ -3,6 +3,7 @@
     python benchmarks/cpu_decode.py --cache FOLDER [--models demo,1b] [--threads 2] [--rounds 5]
                                     [--measures "prefill,decode,decode deep"]
                                     [--engine native] [--peers FOLDER] [--llama-server BINARY]
+                                    [--llama-batch 512] [--tokenizer FOLDER] [--label NAME]
                                     [--write]
 
 prefill      a prompt of 512 tokens into an empty cache, the first token after it included
@@ -43,6 +44,7 @@ from decode_models import NAMES, BenchModel, prepare
 from peer_process import PeerProcess, absent, peer_python
 from weightpath.bench.timing import Ratio, Timing, ratio, sample_in_turns, sampler
 from weightpath.kernels import cpu
+from weightpath.version import __version__
 
 MEASURES = {"prefill": (512, 0), "decode": (16, 64), "decode deep": (2048, 32)}
 """Tokens of the prompt, and steps after it."""
@@ -73,9 +75,10 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
     threads, found = arguments.threads, []
 
     def add(name: str, python: Path | str, script: str, weight_bytes: int, asks: dict[str, Any],
-            **load: Any) -> None:  # fmt: skip
-        with PeerProcess(python, script, {**os.environ, **SPIN}) as worker:
-            versions = worker.ask(do="versions", **asks)
+            versions: dict[str, str] | None = None, **load: Any) -> None:  # fmt: skip
+        if versions is None:
+            with PeerProcess(python, script, {**os.environ, **SPIN}) as worker:
+                versions = worker.ask(do="versions", **asks)
         found.append(
             Product(name, python, script, {**load, "threads": threads}, asks, weight_bytes,
                     " ".join(f"{key} {value}" for key, value in versions.items()))
@@ -83,15 +86,16 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
 
     for bits in (8, 16):  # 8 first: the peers quantize activations to 8 bits too
         add(f"weightpath W4A{bits}", sys.executable, "ours_worker.py", model.folder_bytes,
-            {}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
-            activation_bits=bits, cache=arguments.engine == "native")  # fmt: skip
+            {}, {"weightpath": __version__}, folder=str(model.folder), engine=arguments.engine,
+            context=CONTEXT, activation_bits=bits, cache=arguments.engine == "native")  # fmt: skip
     python = peer_python("llama", arguments.peers)
     server = str(arguments.llama_server) if arguments.llama_server else None
     if python is None and server is None:
         print(absent("llama", "llama.cpp"))
     else:
         add("llama.cpp Q4_0", python or sys.executable, "llama_worker.py", model.gguf_bytes,
-            {"server": server}, gguf=str(model.gguf), context=CONTEXT, server=server)  # fmt: skip
+            {"server": server}, gguf=str(model.gguf), context=CONTEXT, server=server,
+            batch=arguments.llama_batch)  # fmt: skip
     python = peer_python("openvino", arguments.peers)
     if python is None:
         print(absent("openvino", "OpenVINO GenAI"))
@@ -185,7 +189,7 @@ def equal_at_first(ours: list[int], theirs: list[int]) -> int:
 
 def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Measure and print one model."""
-    model = prepare(name, arguments.cache)
+    model = prepare(name, arguments.cache, arguments.tokenizer)
     found = products(arguments, model)
     for one in found:
         print(f"{name}: {one.name}: {one.version}, {one.weight_bytes / 1e6:.1f} MB a token")
@@ -218,11 +222,14 @@ def one_model(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
             after = ratio(rates["decode deep"][one.name], rates["decode"][one.name])
             deep[one.name] = after.median
             print(f"  {one.name:24} {after.median:.0%}")
-    first, anonymous = loads(arguments, found)
-    print(f"{name}: seconds from load to the first token")
-    for key, timing in first.items():
-        held = f"  {anonymous[key] / 1e6:.0f} MB anonymous" if anonymous[key] else ""
-        print(f"  {key:34} {spread(timing, 2)}{held}")
+    first: dict[str, Timing] = {}
+    anonymous: dict[str, int] = {}
+    if arguments.loads:
+        first, anonymous = loads(arguments, found)
+        print(f"{name}: seconds from load to the first token")
+        for key, timing in first.items():
+            held = f"  {anonymous[key] / 1e6:.0f} MB anonymous" if anonymous[key] else ""
+            print(f"  {key:34} {spread(timing, 2)}{held}")
     for key, count in same.items():
         print(f"{name}: {key}: the first {count} of {same[ours.name]} tokens are ours")
     return {
@@ -246,10 +253,13 @@ def main() -> None:
     parser.add_argument("--measures", default=",".join(MEASURES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loads", type=int, default=3, help="fresh processes of each product")
+    parser.add_argument("--loads", type=int, default=3, help="fresh processes of each; 0: none")
     parser.add_argument("--engine", choices=("transformers", "native"), default="native")
     parser.add_argument("--peers", type=Path, default=REPOSITORY, help="where .venv-NAME lie")
     parser.add_argument("--llama-server", type=Path, help="one built for this machine")
+    parser.add_argument("--llama-batch", type=int, default=512, help="its rows of a step at most")
+    parser.add_argument("--tokenizer", type=Path, help="config and tokenizer of random models")
+    parser.add_argument("--label", default="", help="ends the name of the written result")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     print(
@@ -261,7 +271,8 @@ def main() -> None:
         body["models"][name] = one_model(arguments, name)
     body["load_after"] = os.getloadavg()[0]
     if arguments.write:
-        finish(f"cpu-decode-{arguments.threads}", body)
+        label = f"-{arguments.label}" if arguments.label else ""
+        finish(f"cpu-decode-{arguments.threads}{label}", body)
     else:
         print(json.dumps({"kind": "cpu-decode", **body}))
 

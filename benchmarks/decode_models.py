@@ -1,6 +1,7 @@
 """The models that cpu_decode.py measures, each made once into a folder as every product reads it.
 
     demo    SmolLM2-135M-Instruct, fetched by weightpath (hidden 576, 30 layers, vocabulary 49152)
+    135m    random weights in its shape, where it cannot be fetched
     1b      random weights in a 1B Llama's shape: hidden 2048, intermediate 8192, 16 layers, 32
             heads, 8 of keys and values, vocabulary 49152, head tied to the embedding
 
@@ -27,9 +28,26 @@ from weightpath.checkpoints.gguf import GGUFCheckpoint
 from weightpath.checkpoints.low_bit import open_low_bit
 
 SCHEME, HEAD_BITS = "w4g64", 8
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 2048, 8192, 16, 32, 8, 49152
+VOCABULARY = 49152
 NAMES = ("demo", "1b")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class RandomShape:
+    """A Llama of random weights, its head tied to the embedding."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+SHAPES = {
+    "135m": RandomShape(hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3),
+    "1b": RandomShape(hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8),
+}
 
 
 @dataclass(frozen=True)
@@ -45,12 +63,18 @@ class BenchModel:
     gguf_bytes: int
 
 
-def prepare(name: str, cache: Path) -> BenchModel:
-    """The model of that name, made where it is not in the cache yet."""
+def prepare(name: str, cache: Path, tokenizer: Path | None = None) -> BenchModel:
+    """The model of that name, made where it is not in the cache yet.
+
+    tokenizer: a folder whose config and tokenizer files a random model takes; None: the demo's.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     folder, gguf = cache / f"{name}-{SCHEME}", cache / f"{name}-{SCHEME}.gguf"
     if not folder.exists():
-        source = fetch_demo() if name == "demo" else random_1b(cache / f"{name}-bf16")
+        if name == "demo":
+            source = fetch_demo()
+        else:
+            source = random_model(cache / f"{name}-bf16", SHAPES[name], tokenizer or fetch_demo())
         weightpath.quantize(source, folder, SCHEME, head_bits=HEAD_BITS, search=False)
         if name != "demo":
             shutil.rmtree(source)
@@ -69,8 +93,8 @@ def prepare(name: str, cache: Path) -> BenchModel:
     )
 
 
-def random_1b(folder: Path) -> Path:
-    """A bf16 checkpoint of that shape, a file a layer, with the demo's tokenizer."""
+def random_model(folder: Path, shape: RandomShape, tokenizer: Path) -> Path:
+    """A bf16 checkpoint of that shape, a file a layer, with a copy of the tokenizer."""
     scratch = folder.with_suffix(".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -87,39 +111,39 @@ def random_1b(folder: Path) -> Path:
         save_file(tensors, scratch / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
 
-    kv = HIDDEN // HEADS * KV_HEADS
-    for layer in range(LAYERS):
+    hidden, intermediate = shape.hidden, shape.intermediate
+    kv = hidden // shape.heads * shape.kv_heads
+    for layer in range(shape.layers):
         at = f"model.layers.{layer}"
         save(
             f"layer-{layer}.safetensors",
             {
-                f"{at}.input_layernorm.weight": (HIDDEN,),
-                f"{at}.post_attention_layernorm.weight": (HIDDEN,),
-                f"{at}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-                f"{at}.self_attn.k_proj.weight": (kv, HIDDEN),
-                f"{at}.self_attn.v_proj.weight": (kv, HIDDEN),
-                f"{at}.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-                f"{at}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-                f"{at}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-                f"{at}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+                f"{at}.input_layernorm.weight": (hidden,),
+                f"{at}.post_attention_layernorm.weight": (hidden,),
+                f"{at}.self_attn.q_proj.weight": (hidden, hidden),
+                f"{at}.self_attn.k_proj.weight": (kv, hidden),
+                f"{at}.self_attn.v_proj.weight": (kv, hidden),
+                f"{at}.self_attn.o_proj.weight": (hidden, hidden),
+                f"{at}.mlp.gate_proj.weight": (intermediate, hidden),
+                f"{at}.mlp.up_proj.weight": (intermediate, hidden),
+                f"{at}.mlp.down_proj.weight": (hidden, intermediate),
             },
         )
-    rest = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    rest = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
     save("rest.safetensors", rest)
     (scratch / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    demo = fetch_demo()
-    config = json.loads((demo / "config.json").read_text())
+    config = json.loads((tokenizer / "config.json").read_text())
     config.update(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HIDDEN // HEADS,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=hidden // shape.heads,
         vocab_size=VOCABULARY,
         tie_word_embeddings=True,
     )
     (scratch / "config.json").write_text(json.dumps(config))
     for file in TOKENIZER:
-        shutil.copy(demo / file, scratch / file)
+        shutil.copy(tokenizer / file, scratch / file)
     return scratch.rename(folder)

@@ -11,11 +11,14 @@
 // A tile holds 64 columns of one group. What is left of them at a group's end (groups of 32, say)
 // meets zeros in B; A reads on into the next group there, or into the row's 64 spare bytes.
 //
-// A slice of a packed tile's groups, about 16 KiB of int8, is unpacked into the L1 cache and meets
+// A slice of a packed tile's groups, at most 24 KiB of int8, is unpacked into the L1 cache and meets
 // all rows of the panel, whose activations stay in the L2 cache; partial results [rows, 32] wait
-// there as fp32.
+// there as fp32. Where all groups are one slice, a block's results are written as soon as they are
+// there.
 // After a group its C tiles are stored, and scaled in vector registers a few rows after each of the
 // next group's products (Intel's optimization manual, "Intel AMX": interleave post-processing).
+
+#include <type_traits>
 
 #include "amx_tiles.hpp"
 #include "avx512.hpp"
@@ -27,7 +30,7 @@ namespace {
 
 constexpr int64_t DEPTH = 64, TILE = 16;           // columns of a product; rows and outputs
 constexpr int64_t CHUNK = 2 * TILE * DEPTH;        // bytes of two B tiles
-constexpr int64_t SLICE_CHUNKS = 8;
+constexpr int64_t SLICE_CHUNKS = 12;
 constexpr int64_t RESIDENT_BYTES = 1280 << 10;      // activations that stay in the L2 cache
 constexpr int64_t MOST_TILES = 4;                  // packed tiles that share a slice of them
 
@@ -155,17 +158,22 @@ inline void fetch_rows(const int8_t* x, int64_t stride) {
 }
 
 // Rows [m0, m1) of x times an unpacked slice, added to y [m1 - m0, 32]. `configured` is the number
-// of rows in a block that the tiles are set up for.
-template <int P, bool PER_GROUP>
+// of rows in a block that the tiles are set up for. Where the slice is whole, y is room for two
+// blocks, and done(block's y, m, its end) is called as each is there.
+template <int P, bool PER_GROUP, typename F>
 void slice_products(const Unpacked& b, const Shape& shape, const Activations& a, int64_t g0,
-                    int64_t g1, int64_t m0, int64_t m1, float* y, int32_t* sums,
-                    int64_t& configured) {
+                    int64_t g1, int64_t m0, int64_t m1, bool whole, float* y, int32_t* sums,
+                    int64_t& configured, F&& done) {
   constexpr int64_t BLOCK = P == 2 ? TILE : 2 * TILE;
   const int64_t groups = shape.groups(), padded = shape.padded_group();
   const int64_t chunks = (padded + DEPTH - 1) / DEPTH, stride = shape.row_stride();
   Stored stored{};
+  float *block_y = y, *last_y = y;
   for (int64_t m = m0; m < m1; m += BLOCK) {
     const int64_t rows = m1 - m < BLOCK ? m1 - m : BLOCK;
+    last_y = block_y;
+    block_y = whole ? y + (m - m0) / BLOCK % 2 * BLOCK * TILE_ROWS : y + (m - m0) * TILE_ROWS;
+    if (whole) std::memset(block_y, 0, static_cast<size_t>(rows * TILE_ROWS * 4));
     const int64_t upper = rows < TILE ? rows : TILE;
     const int64_t lower = P == 2 ? upper : rows - upper;
     if (rows != configured) {
@@ -212,6 +220,7 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
         }
       }
       scale_sums<P, PER_GROUP>(stored, groups, BLOCK);
+      if (whole && g == g0 && m > m0) done(last_y, m - BLOCK, m);
       TILE_STORE(0, sums, 4 * TILE_ROWS);
       TILE_STORE(1, sums + TILE, 4 * TILE_ROWS);
       if (lower) {
@@ -219,10 +228,11 @@ void slice_products(const Unpacked& b, const Shape& shape, const Activations& a,
         TILE_STORE(3, sums + TILE * TILE_ROWS + TILE, 4 * TILE_ROWS);
       }
       stored = {sums, b.scales + (g - g0) * TILE_ROWS,
-                PER_GROUP ? a.scales + m * groups + g : nullptr, y + (m - m0) * TILE_ROWS, rows, 0};
+                PER_GROUP ? a.scales + m * groups + g : nullptr, block_y, rows, 0};
     }
   }
   scale_sums<P, PER_GROUP>(stored, groups, BLOCK);
+  if (whole) done(block_y, m0 + (m1 - m0 - 1) / BLOCK * BLOCK, m1);
 }
 
 // Whole lines of y: both halves of a row at once.
@@ -253,9 +263,12 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
              int64_t tile_index, int64_t m0, int64_t m1) {
   const int64_t groups = shape.groups(), rows = m1 - m0;
   const int64_t chunks = (shape.padded_group() + DEPTH - 1) / DEPTH;
-  const int64_t slice = chunks < SLICE_CHUNKS ? SLICE_CHUNKS / chunks : 1;
+  const int64_t most = chunks < SLICE_CHUNKS ? SLICE_CHUNKS / chunks : 1;
+  const int64_t slices = (groups + most - 1) / most, slice = (groups + slices - 1) / slices;
+  const bool whole = slices == 1;
   const int64_t code_bytes = slice * chunks * CHUNK, scale_bytes = slice * TILE_ROWS * 4;
-  const int64_t sum_bytes = 2 * TILE * TILE_ROWS * 4, y_bytes = rows * TILE_ROWS * 4;
+  const int64_t sum_bytes = 2 * TILE * TILE_ROWS * 4;
+  const int64_t y_bytes = (whole ? 2 * 2 * TILE : rows) * TILE_ROWS * 4;
   char* memory = scratch.at_least(code_bytes + scale_bytes + sum_bytes + y_bytes);
   if (!memory) {  // the same results, without memory of their own
     AVX512_VNNI.product(tile, shape, a, out, tile_index, m0, m1);
@@ -265,19 +278,24 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
                    reinterpret_cast<float*>(memory + code_bytes)};
   int32_t* sums = reinterpret_cast<int32_t*>(memory + code_bytes + scale_bytes);
   float* y = reinterpret_cast<float*>(memory + code_bytes + scale_bytes + sum_bytes);
+  const auto done = [&](const float* block, int64_t start, int64_t stop) {
+    write(block, shape, a, out, tile_index, start, stop);
+  };
+  using Done = std::remove_const_t<decltype(done)>;
   const auto multiply =
-      a.planes == 1 ? a.per_group ? slice_products<1, true> : slice_products<1, false>
-                    : a.per_group ? slice_products<2, true> : slice_products<2, false>;
-  std::memset(y, 0, static_cast<size_t>(y_bytes));
+      a.planes == 1
+          ? a.per_group ? slice_products<1, true, const Done&> : slice_products<1, false, const Done&>
+          : a.per_group ? slice_products<2, true, const Done&> : slice_products<2, false, const Done&>;
+  if (!whole) std::memset(y, 0, static_cast<size_t>(y_bytes));
   int64_t configured = 0;
   for (int64_t g0 = 0; g0 < groups; g0 += slice) {
     const int64_t g1 = g0 + slice < groups ? g0 + slice : groups;
     unpack(tile, slice * shape.group_bytes(), shape, g0, g1, b);
     finish_stores();
-    multiply(b, shape, a, g0, g1, m0, m1, y, sums, configured);
+    multiply(b, shape, a, g0, g1, m0, m1, whole, y, sums, configured, done);
   }
   release_tiles();
-  write(y, shape, a, out, tile_index, m0, m1);
+  if (!whole) write(y, shape, a, out, tile_index, m0, m1);
 }
 
 // Two A tiles by two B tiles, as in slice_products.
@@ -313,6 +331,6 @@ constexpr int64_t FEWEST_ROWS = 8;
 }  // namespace
 
 const InstructionSet AMX_INT8 = {"amx-int8", quantize, product, burn, read,
-                                 {1280 << 10, {2 * TILE, TILE}, 256}, FEWEST_ROWS};
+                                 {1280 << 10, {2 * TILE, TILE}, 256, 16}, FEWEST_ROWS};
 
 }  // namespace weightpath

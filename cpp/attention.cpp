@@ -39,6 +39,7 @@ AttentionRoom AttentionRoom::in(char* memory, const AttentionShape& shape) {
 void Attention::plan(const AttentionShape& of, const std::vector<Row>& all, int threads) {
   shape = of;
   rows = &all;
+  spans.clear();
   pieces.clear();
   shared.clear();
   prompt = false;
@@ -51,6 +52,10 @@ void Attention::plan(const AttentionShape& of, const std::vector<Row>& all, int 
       ++end;
     }
     if (end - begin > 1) prompt = true;
+    for (int64_t start = begin, stop; start < end; start = stop) {
+      stop = std::min(end, start + LANES - all[start].position % LANES);
+      spans.push_back({start, stop});
+    }
     if (end - begin > 1 || count >= 2 * threads) {
       // Whole blocks of queries; the last ones see most, and are begun first.
       const int64_t each = std::min(
@@ -87,6 +92,9 @@ void Attention::write_head(const StepKernels& kernels, const AttentionLayer& lay
                            const Rope& rope, const float* k, const float* v, int64_t m,
                            int64_t head, const AttentionRoom& room) {
   const Row& row = (*rows)[m];
+  const bool newest = m + 1 == static_cast<int64_t>(rows->size()) ||
+                      (*rows)[m + 1].cache != row.cache ||
+                      (*rows)[m + 1].position != row.position + 1;
   const int64_t size = shape.head_dim, at = (m * shape.kv_heads + head) * size;
   std::memcpy(room.key, k + at, 4 * size);
   if (layer.k_norm) kernels.norm(room.key, layer.k_norm, size, shape.epsilon, room.key);
@@ -94,13 +102,15 @@ void Attention::write_head(const StepKernels& kernels, const AttentionLayer& lay
                  rope.sines + row.position * rope.half, rope.half, size, 1.0f);
   kernels.keep(room.key, v + at, shape.cache,
                cache_head(shape.cache, row.cache, row.position / BLOCK, layer.index, head),
-               row.position);
+               row.position, newest);
 }
 
 void Attention::write(const StepKernels& kernels, const AttentionLayer& layer, const Rope& rope,
-                      const float* k, const float* v, int64_t m, const AttentionRoom& room) {
-  for (int64_t head = 0; head < shape.kv_heads; ++head) {
-    write_head(kernels, layer, rope, k, v, m, head, room);
+                      const float* k, const float* v, int64_t item,
+                      const AttentionRoom& room) {
+  const Span& span = spans[static_cast<size_t>(item / shape.kv_heads)];
+  for (int64_t m = span.row0; m < span.row1; ++m) {
+    write_head(kernels, layer, rope, k, v, m, item % shape.kv_heads, room);
   }
 }
 

@@ -62,9 +62,11 @@ class Attention {
   bool writes_first() const { return prompt; }
   int64_t items() const { return static_cast<int64_t>(pieces.size()) * shape.kv_heads; }
 
-  // All of row m's key and value heads, from k and v [M, kv_heads * head_dim].
+  // Some rows' keys and values of one head, from k and v [M, kv_heads * head_dim]. Two items share
+  // no line of the cache.
+  int64_t write_items() const { return static_cast<int64_t>(spans.size()) * shape.kv_heads; }
   void write(const StepKernels&, const AttentionLayer&, const Rope&, const float* k, const float* v,
-             int64_t m, const AttentionRoom&);
+             int64_t item, const AttentionRoom&);
   // One item: y [M, heads * head_dim] from q of the same shape.
   void work(const StepKernels&, const AttentionLayer&, const Rope&, int64_t item, const float* q,
             const float* k, const float* v, float* y, const AttentionRoom&);
@@ -74,6 +76,9 @@ class Attention {
     int64_t row0, row1, block0, block1;  // rows of one run; blocks of the cache
     bool whole;      // all blocks that its rows see: nothing waits
     int64_t shared;  // else its row's place in `shared`
+  };
+  struct Span {
+    int64_t row0, row1;  // of one run, within 16 positions
   };
   struct Shared {
     int64_t blocks, pieces, at;  // at: floats into `partial`
@@ -85,6 +90,7 @@ class Attention {
   AttentionShape shape{};
   const std::vector<Row>* rows = nullptr;
   bool prompt = false;
+  std::vector<Span> spans;
   std::vector<Piece> pieces;
   std::vector<Shared> shared;
   std::vector<float> partial;  // [kv_heads, blocks, share, head_dim + 2] of each shared row

@@ -23,6 +23,16 @@ namespace weightpath {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
+// 16 floats to bf16, to nearest even; a NaN stays one.
+[[maybe_unused]] static inline __m256i bf16_of(__m512 value) {
+  const __m512i whole = _mm512_castps_si512(value);
+  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(whole, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(0x7FFF)), last);
+  const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, whole, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
 [[maybe_unused]] static inline void store16(void* to, Kind kind, int64_t index, __mmask16 mask,
                                              __m512 value) {
   if (kind == Kind::fp32) {
@@ -33,12 +43,7 @@ namespace weightpath {
   if (kind == Kind::fp16) {
     bits = _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   } else {
-    const __m512i whole = _mm512_castps_si512(value);
-    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(whole, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(0x7FFF)), last);
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, nan, whole, _mm512_set1_epi32(0x400000));
-    bits = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    bits = bf16_of(value);
   }
   _mm256_mask_storeu_epi16(static_cast<uint16_t*>(to) + index, mask, bits);
 }

@@ -82,13 +82,14 @@ Features read_features() {
   found.avx2 = bit(b, 5);
   found.avx512 = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31);
   found.avx512_vnni = bit(c, 11);
-  const bool tile = bit(d, 24), int8 = bit(d, 25);
+  const bool tile = bit(d, 24), int8 = bit(d, 25), bf16 = bit(d, 22);
   const uint32_t subleaves = a;
   if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     found.avx_vnni = bit(a, 4);
     found.avx512_bf16 = bit(a, 5);
   }
   ask_for_amx(found, tile, int8, states);
+  found.amx_bf16 = bf16 && found.amx_int8;
 #else
   found.amx_refusal = "AMX is an x86-64 extension";
 #if defined(__aarch64__) && defined(__linux__)

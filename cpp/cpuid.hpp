@@ -11,6 +11,7 @@ struct Features {
   bool avx512 = false;                           // F, BW, VL and DQ
   bool avx512_vnni = false, avx512_bf16 = false;
   bool amx_int8 = false;                         // the CPU has it, and Linux gave permission
+  bool amx_bf16 = false;                         // likewise
   bool dotprod = false, i8mm = false;            // aarch64
   bool os_avx = false, os_avx512 = false;        // the operating system saves the registers
   std::string amx_refusal;                       // why amx_int8 is false

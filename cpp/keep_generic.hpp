@@ -24,14 +24,14 @@ int8_t as_int8(float x, const ActivationScale& scale) {
   return static_cast<int8_t>(scale.counts ? std::nearbyint(x * scale.inverse) : 0.0f);
 }
 
-// The odd partner of an even position is zeroed: what was there before meets a weight of zero, and
-// zero times NaN is NaN.
+// The odd partner of an even position is zeroed where that is the newest one: what was there before
+// meets a weight of zero, and zero times NaN is NaN.
 void keep(const float* key, const float* value, const CacheShape& shape, const CacheHead& to,
-          int64_t position) {
+          int64_t position, bool newest) {
   const int64_t p = position % BLOCK, pairs = shape.head_dim / 2;
   const int64_t key_at = p / LANES * pairs * LANES + p % LANES;  // in pairs
   const int64_t value_at = p / 2 * shape.head_dim;
-  const bool even = p % 2 == 0;
+  const bool even = newest && p % 2 == 0;
   if (shape.kind == CacheKind::bf16) {
     uint16_t *keys = reinterpret_cast<uint16_t*>(to.keys),
              *values = reinterpret_cast<uint16_t*>(to.values);

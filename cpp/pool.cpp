@@ -25,6 +25,7 @@ namespace {
 
 constexpr int64_t SPIN_MICROSECONDS = 60;
 constexpr int PAUSES = 64;  // between looks at the clock
+constexpr int64_t YIELD_AFTER = 15;  // microseconds
 constexpr int MOST_THREADS = 1024;
 
 inline void pause() {
@@ -33,6 +34,20 @@ inline void pause() {
 #elif defined(__aarch64__)
   __asm__ volatile("isb");
 #endif
+}
+
+// Asks for the next two lines; false where none is left.
+inline bool fetch(Ahead& ahead) {
+  if (ahead.at >= ahead.stop) return false;
+#if defined(__x86_64__)
+  _mm_prefetch(reinterpret_cast<const char*>(ahead.at), _MM_HINT_T1);
+  _mm_prefetch(reinterpret_cast<const char*>(ahead.at + 64), _MM_HINT_T1);
+#else
+  __builtin_prefetch(ahead.at, 0, 2);
+  __builtin_prefetch(ahead.at + 64, 0, 2);
+#endif
+  ahead.at += 128;
+  return true;
 }
 
 struct alignas(128) Worker {
@@ -99,7 +114,8 @@ void pin(Worker& worker, int index) {
 void serve(Pool* from, Worker* me, int index, uint32_t seen) {
   inside = true;
   for (;;) {
-    wait_while(from->generation, seen);
+    Ahead nothing;
+    wait_while(from->generation, seen, YIELD_AFTER, nothing);
     seen = from->generation.load(std::memory_order_acquire);
     pin(*me, index);
     if (index < from->threads) do_range(*from, index);
@@ -127,12 +143,14 @@ bool ensure_workers(Pool& from, int wanted) {
 
 }  // namespace
 
-void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after) {
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after,
+                Ahead& ahead) {
+  if (counter.load(std::memory_order_acquire) != old) return;
   const auto start = std::chrono::steady_clock::now();
   for (;;) {
     for (int i = 0; i < PAUSES; ++i) {
       if (counter.load(std::memory_order_acquire) != old) return;
-      pause();
+      if (!fetch(ahead)) pause();
     }
     const auto spent = std::chrono::steady_clock::now() - start;
     if (spent > std::chrono::microseconds(SPIN_MICROSECONDS)) break;
@@ -165,7 +183,10 @@ void run(int64_t items, int threads, void* context, Work work) {
   inside = true;
   do_range(shared, 0);
   inside = false;
-  for (const auto& worker : shared.workers) wait_while(worker->done, generation - 1);
+  Ahead nothing;
+  for (const auto& worker : shared.workers) {
+    wait_while(worker->done, generation - 1, YIELD_AFTER, nothing);
+  }
 }
 
 void set_pinning(bool pinned) { pinning.store(pinned, std::memory_order_relaxed); }

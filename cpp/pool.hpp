@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 namespace weightpath {
 
@@ -24,24 +25,36 @@ void parallel(int64_t items, int threads, F&& body) {
   });
 }
 
-// Returns once `counter` is no longer `old`: spins, from so many microseconds on gives its CPU away
-// now and then, and sleeps in the end.
-void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after = 15);
+// Memory that a thread will read soon.
+struct Ahead {
+  const uint8_t *at = nullptr, *stop = nullptr;
+};
 
-// Where the threads of a team meet. The last to arrive does what comes between, then all go on.
+// Returns once `counter` is no longer `old`: spins, fetching what is ahead into the L2 cache
+// meanwhile, from so many microseconds on gives its CPU away now and then, and sleeps in the end.
+void wait_while(const std::atomic<uint32_t>& counter, uint32_t old, int64_t yield_after,
+                Ahead& ahead);
+
+// Where the threads of a team meet. Each says so in a line of its own, so that no line goes round
+// all of them; thread 0 reads those lines, does what comes between, and lets all go on.
 struct Barrier {
-  explicit Barrier(int threads) : count(threads) {}
+  explicit Barrier(int threads) : arrived(static_cast<size_t>(threads)), count(threads) {}
 
   template <typename F>
-  void meet(F&& between) {
+  void meet(int index, Ahead ahead, F&& between) {
     const uint32_t seen = generation.load(std::memory_order_relaxed);
-    if (count > 1 && arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < count) {
-      wait_while(generation, seen, YIELD_AFTER);
+    if (index != 0) {  // an exchange: what is waited on is written before waiters are looked for
+      std::atomic<uint32_t>& mine = arrived[static_cast<size_t>(index)].generation;
+      mine.exchange(seen + 1, std::memory_order_acq_rel);
+      mine.notify_one();
+      wait_while(generation, seen, YIELD_AFTER, ahead);
       return;
     }
-    arrived.store(0, std::memory_order_relaxed);
+    for (int i = 1; i < count; ++i) {
+      wait_while(arrived[static_cast<size_t>(i)].generation, seen, YIELD_AFTER, ahead);
+    }
     between();
-    generation.store(seen + 1, std::memory_order_release);
+    generation.exchange(seen + 1, std::memory_order_acq_rel);
     if (count > 1) generation.notify_all();
   }
 
@@ -49,7 +62,10 @@ struct Barrier {
   // is lost to the one that they wait for.
   static constexpr int64_t YIELD_AFTER = 3;
   alignas(128) std::atomic<uint32_t> generation{0};
-  alignas(128) std::atomic<int> arrived{0};
+  struct alignas(128) Arrival {
+    std::atomic<uint32_t> generation{0};
+  };
+  std::vector<Arrival> arrived;
   const int count;
 };
 

@@ -5,6 +5,8 @@
 namespace weightpath {
 namespace {
 
+constexpr int64_t MOST_AHEAD = 128 << 10;  // bytes that a waiting thread fetches
+constexpr int64_t LEAST_PANEL = 64;        // rows
 constexpr int64_t FLOAT_PANEL_BYTES = 512 << 10;  // fp32 activations that stay in the L2 cache
 
 }  // namespace
@@ -59,9 +61,38 @@ int64_t Group::cut(int index, int count) const {
   return unit;
 }
 
-Panels Group::panels(const InstructionSet& set, int64_t rows) const {
+Ahead Group::ahead(int index, int count) const {
+  int64_t unit = cut(index, count), stop = cut(index + 1, count);
   for (const Matrix& one : matrices) {
-    if (one.packed) return panels_of(set, one.shape, one.planes, rows);
+    const int64_t tiles = one.shape.tiles();
+    if (unit < tiles || paired) {
+      if (!one.packed) return {};
+      stop = std::min(stop, tiles);
+      const uint8_t* from = one.packed + unit * one.stride;
+      return {from, from + std::min((stop - unit) * one.stride, MOST_AHEAD)};
+    }
+    unit -= tiles;
+    stop -= tiles;
+  }
+  return {};
+}
+
+Panels Group::panels(const InstructionSet& set, int64_t rows, int threads) const {
+  for (const Matrix& one : matrices) {
+    if (!one.packed) continue;
+    Panels best = panels_of(set, one.shape, one.planes, rows);
+    if (rows < SHARED_ROWS) return best;
+    // Rows' worth of time until the last thread is done, if all are equally fast: its items, each
+    // with the cost of a tile's unpacking.
+    const auto cost = [&](int64_t count) {
+      const int64_t items = (units() * count + threads - 1) / threads;
+      return items * (rows + set.panel.tile_rows * count) / count;
+    };
+    const int64_t most = (rows + LEAST_PANEL - 1) / LEAST_PANEL;
+    for (int64_t count = best.count + 1; count <= most; ++count) {
+      if (cost(count) < cost(best.count)) best.count = count;
+    }
+    return best;
   }
   const int64_t block = 4, blocks = (rows + block - 1) / block;
   const int64_t count = (rows * k() * 4 + FLOAT_PANEL_BYTES - 1) / FLOAT_PANEL_BYTES;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear.hpp"
+#include "pool.hpp"
 #include "step_kernels.hpp"
 #include "tiles.hpp"
 
@@ -50,7 +51,11 @@ struct Group {
   int64_t activation_bytes(int64_t rows) const;  // of all slots
   // First unit of thread `index` of `count`, cut so that each reads about as many bytes.
   int64_t cut(int index, int count) const;
-  Panels panels(const InstructionSet& set, int64_t rows) const;
+  // The lines that thread `index` of `count` reads first, at few rows: its tiles of one matrix, or
+  // of a pair whose tiles lie in turn.
+  Ahead ahead(int index, int count) const;
+  // Panels of `rows`, as many as shares them out best among `threads`.
+  Panels panels(const InstructionSet& set, int64_t rows, int threads) const;
 };
 
 // A group's input, ready: floats [M, K], and activations for each slot.

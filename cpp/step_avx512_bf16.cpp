@@ -2,38 +2,14 @@
 // lane at twice the rate of a fused multiply-add. Queries and softmax weights are rounded to bf16
 // for it, as the cache's keys and values are; sums stay fp32.
 
-#define WEIGHTPATH_BF16_PAIRS
-
-#include "step_avx512.hpp"
-
-namespace weightpath {
-namespace {
-
-using Line = __m512i;  // 16 pairs of bf16
-
-inline Line load_line(const uint8_t* from) { return _mm512_loadu_si512(from); }
-
-// sums + line * pair, both products of a lane; `pair` is two bf16.
-inline Vec dot_pairs(Vec sums, Line line, const uint16_t* pair) {
-  int32_t both;
-  std::memcpy(&both, pair, 4);
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(line),
-                          reinterpret_cast<__m512bh>(_mm512_set1_epi32(both)));
-}
-
-inline void store_bf16(uint16_t* to, Vec x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
-                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
-
-}  // namespace
-}  // namespace weightpath
+#include "step_avx512_pairs.hpp"
 
 #include "attention_generic.hpp"
+#include "keep_avx512.hpp"
 
 namespace weightpath {
 
-const StepKernels STEP_AVX512_BF16 = {"avx512-bf16", norm, add_to, silu,   widen, product,
-                                      rotate,        keep, attend, merge, finish};
+const StepKernels STEP_AVX512_BF16 = {"avx512-bf16", norm,   add_to, silu,  widen, product, rotate,
+                                      keep_wide<2>,  attend, merge,  finish};
 
 }  // namespace weightpath

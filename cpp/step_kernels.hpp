@@ -54,9 +54,10 @@ struct StepKernels {
   // for all `count` of x.
   void (*rotate)(float* x, const float* cosines, const float* sines, int64_t half, int64_t count,
                  float scale);
-  // One position's key and value, fp32 [head_dim] each, to their places.
+  // One position's key and value, fp32 [head_dim] each, to their places. newest: none is written
+  // after it in this step, so that the values after it which `attend` reads along are zeroed.
   void (*keep)(const float* key, const float* value, const CacheShape&, const CacheHead&,
-               int64_t position);
+               int64_t position, bool newest);
   void (*attend)(const Attend&);
   // The state (m, l, acc) with that of another block.
   void (*merge)(float* m, float* l, float* acc, float m1, float l1, const float* acc1,
@@ -74,6 +75,9 @@ extern const StepKernels STEP_AVX512;
 #endif
 #ifdef WEIGHTPATH_STEP_AVX512_BF16
 extern const StepKernels STEP_AVX512_BF16;
+#endif
+#ifdef WEIGHTPATH_STEP_AMX_BF16
+extern const StepKernels STEP_AMX_BF16;
 #endif
 
 // The widest that runs here; with the name of an instruction set of products, the widest that

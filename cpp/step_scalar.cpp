@@ -126,6 +126,16 @@ const StepKernels& step_kernels(const std::string& name) {
   [[maybe_unused]] const Features& cpu = features();
   [[maybe_unused]] const bool any = name.empty();
   [[maybe_unused]] const bool wide = any || name == "avx512-vnni" || name == "amx-int8";
+#ifdef WEIGHTPATH_STEP_AMX_BF16
+#ifdef WEIGHTPATH_EMULATED_AMX
+  const bool tiles = true;
+#else
+  const bool tiles = cpu.amx_bf16;
+#endif
+  if ((any || name == "amx-int8") && tiles && cpu.avx512 && cpu.os_avx512 && cpu.avx512_bf16) {
+    return STEP_AMX_BF16;
+  }
+#endif
 #ifdef WEIGHTPATH_STEP_AVX512_BF16
   if (wide && cpu.avx512 && cpu.os_avx512 && cpu.avx512_bf16) return STEP_AVX512_BF16;
 #endif

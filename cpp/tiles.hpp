@@ -70,6 +70,7 @@ struct Panel {
   int64_t bytes = 384 << 10;
   int64_t block[2] = {6, 4};  // rows that are taken at once, in one plane and in two
   int64_t most_rows = 1 << 20;
+  int64_t tile_rows = 4;  // rows of x that take as long as what is done once for a tile
 };
 
 // One instruction set. `quantize` fills row m of the activations from x; `product` computes rows

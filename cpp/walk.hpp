@@ -37,9 +37,12 @@ class Walk {
     for (int64_t m = row0; m < row1; ++m) {
       kernels.widen(s.table, s.table_kind, all[m].token * s.hidden, s.hidden, d.h + m * s.hidden);
     }
-    meet(Phase::embed);
+    meet(Phase::embed, d.layers.empty() ? nullptr : &d.layers[0].qkv);
     const size_t layers = d.layers.size();
-    for (size_t i = 0; i < layers; ++i) run_layer(d.layers[i], i + 1 == layers);
+    for (size_t i = 0; i < layers; ++i) {
+      const bool last = i + 1 == layers;
+      run_layer(d.layers[i], last, last ? d.head : d.layers[i + 1].qkv);
+    }
     if (picked.empty()) return;
     products(d.head, prepare(d.head, d.h, d.final_norm, count, Phase::head), count,
              [&](int, const Tile& t) { put(t, logits, s.vocabulary); });
@@ -49,7 +52,7 @@ class Walk {
  private:
   // Of the last layer, what no wanted row depends on is left out: a prompt's other rows leave their
   // keys and values, no more.
-  void run_layer(const Layer& layer, bool last) {
+  void run_layer(const Layer& layer, bool last, const Group& after) {
     const DecoderShape& s = d.shape;
     const auto to_residual = [&](int, const Tile& t) {
       kernels.add(d.h + t.m0 * s.hidden + t.n0, s.hidden, t.y, t.m1 - t.m0, t.n);
@@ -59,13 +62,11 @@ class Walk {
              [&](int which, const Tile& t) {
                put(t, qkv[which], layer.qkv.matrices[static_cast<size_t>(which)].shape.n);
              });
-    meet(Phase::qkv);
+    meet(Phase::qkv, &layer.output);
 
     if (d.attention.writes_first()) {
-      share((count + ROWS_TOGETHER - 1) / ROWS_TOGETHER, [&](int64_t i) {
-        for (int64_t m = i * ROWS_TOGETHER; m < std::min((i + 1) * ROWS_TOGETHER, count); ++m) {
-          d.attention.write(kernels, layer.attention, d.rope, d.k, d.v, m, room.attention);
-        }
+      share(d.attention.write_items(), [&](int64_t i) {
+        d.attention.write(kernels, layer.attention, d.rope, d.k, d.v, i, room.attention);
       });
       meet(Phase::write);
       if (last && picked.empty()) return;
@@ -74,7 +75,7 @@ class Walk {
       d.attention.work(kernels, layer.attention, d.rope, i, d.q, d.k, d.v, d.mixed,
                        room.attention);
     });
-    meet(Phase::attention, [&] {
+    meet(Phase::attention, nullptr, [&] {
       if (last) keep_wanted();
     });
     if (last) {
@@ -85,7 +86,7 @@ class Walk {
 
     products(layer.output, prepare(layer.output, d.mixed, nullptr, count, Phase::output), count,
              to_residual);
-    meet(Phase::output);
+    meet(Phase::output, &layer.gate_up);
 
     products(layer.gate_up, prepare(layer.gate_up, d.h, layer.post_norm, count, Phase::gate_up),
              count, [&](int which, const Tile& t) {
@@ -93,11 +94,11 @@ class Walk {
                kernels.silu(room.tiles[0], t.y, (t.m1 - t.m0) * t.n);
                put({room.tiles[0], t.n0, t.n, t.m0, t.m1}, d.gate, s.intermediate);
              });
-    meet(Phase::gate_up);
+    meet(Phase::gate_up, &layer.down);
 
     products(layer.down, prepare(layer.down, d.gate, nullptr, count, Phase::down), count,
              to_residual);
-    meet(Phase::down);
+    meet(Phase::down, &after);
   }
 
   // One tile's columns n0 .. n0 + n of rows [m0, m1): y [m1 - m0, n].
@@ -167,7 +168,7 @@ class Walk {
   // Of a pair the first tile stays in room.tiles[0] until the second is there too.
   template <typename F>
   void products(const Group& group, const Prepared& from, int64_t rows, F&& after) {
-    const Panels panels = group.panels(*set, rows);
+    const Panels panels = group.panels(*set, rows, barrier.count);
     const int64_t units = group.units();
     const int matrices = static_cast<int>(group.matrices.size());
     const auto one = [&](int which, int64_t tile, int64_t panel) {
@@ -206,18 +207,21 @@ class Walk {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) one(i);
   }
 
+  // While it waits a thread fetches what it will read of `then`, where rows are few.
   template <typename F>
-  void meet(Phase phase, F&& between) {
+  void meet(Phase phase, const Group* then, F&& between) {
     note(phase);
-    barrier.meet([&] {
+    const Ahead ahead =
+        then && count < SHARED_ROWS ? then->ahead(index, barrier.count) : Ahead{};
+    barrier.meet(index, ahead, [&] {
       next.store(0, std::memory_order_relaxed);
       between();
     });
     note(Phase::waiting);
   }
 
-  void meet(Phase phase) {
-    meet(phase, [] {});
+  void meet(Phase phase, const Group* then = nullptr) {
+    meet(phase, then, [] {});
   }
 
   void note(Phase phase) {

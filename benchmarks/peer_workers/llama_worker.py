@@ -1,6 +1,6 @@
 """llama.cpp's server, from the wheel in .venv-llama or from a binary that the caller names.
 
-    {"do": "load", "gguf", "threads", "context", "server"} -> {"load_seconds", "first_seconds"}
+    {"do": "load", "gguf", "threads", "context", "server", "batch"} -> {"load_seconds", "first_seconds"}
     {"do": "speed", "prompt": [ids], "steps"} -> {"prefill_seconds", "decode_seconds", "tokens"}
     {"do": "logits", "ids": [ids], "first", "file"} -> {"rows"}    log-probabilities, see below
     {"do": "versions"} -> {"llama.cpp"}      the instruction sets that it was built with, too
@@ -8,7 +8,7 @@
 server: null for the wheel's (one build for all x86-64 with AVX2), or a llama-server built for the
 machine, which is faster. Times of a prompt and of the steps after it are the server's own: HTTP and
 the text are not in them. Settings: memory-mapped file, flash attention on, one slot, batches of
-512, nothing kept from one prompt to the next; keys and values in fp16, its default.
+`batch` (512), nothing kept from one prompt to the next; keys and values in fp16, its default.
 
 logits: for every i from `first` on, the log-probabilities of the whole vocabulary after ids[: i + 1],
 written to `file` as fp32 [rows, vocabulary]. The first is read as a prompt, each later one is a step
@@ -42,10 +42,11 @@ class Llama:
         self.address = ""
         self.owner: Any = None  # keeps the server of the wheel, or the process of a binary
 
-    def start(self, gguf: str, threads: int, context: int, server: str | None) -> None:
+    def start(self, gguf: str, threads: int, context: int, server: str | None,
+              batch: int) -> None:  # fmt: skip
         """Start it, and wait until it answers."""
         if server is None:
-            self.owner = wheel_server(gguf, threads, context)
+            self.owner = wheel_server(gguf, threads, context, batch)
             self.address = self.owner.listening_address
             return
         with socket.socket() as free:
@@ -53,7 +54,8 @@ class Llama:
             port = free.getsockname()[1]
         options = {
             "--model": gguf, "--threads": threads, "--ctx-size": context, "--flash-attn": "on",
-            "--parallel": 1, "--batch-size": BATCH, "--ubatch-size": BATCH,
+            "--parallel": 1, "--batch-size": batch, "--ubatch-size": batch,
+            "--threads-batch": threads,
             "--host": "127.0.0.1", "--port": port,
         }  # fmt: skip
         words = [str(word) for pair in options.items() for word in pair]
@@ -110,7 +112,7 @@ class Llama:
             return json.load(reply)
 
 
-def wheel_server(gguf: str, threads: int, context: int) -> Any:
+def wheel_server(gguf: str, threads: int, context: int, batch: int) -> Any:
     """The server inside xllamacpp, in this process."""
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
@@ -118,7 +120,7 @@ def wheel_server(gguf: str, threads: int, context: int) -> Any:
     params.model.path = gguf
     params.n_ctx, params.n_parallel, params.warmup = context, 1, False
     params.verbosity = ERRORS
-    params.n_batch = params.n_ubatch = BATCH
+    params.n_batch = params.n_ubatch = batch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
@@ -129,9 +131,11 @@ def main() -> None:
     """Answer until the input ends."""
     llama = Llama()
 
-    def load(gguf: str, threads: int, context: int, server: str | None) -> dict[str, Any]:
+    def load(
+        gguf: str, threads: int, context: int, server: str | None, batch: int = BATCH
+    ) -> dict[str, Any]:
         start = time.perf_counter()
-        llama.start(gguf, threads, context, server)
+        llama.start(gguf, threads, context, server, batch)
         loaded = time.perf_counter()
         llama.complete(list(range(FIRST)), 1)
         return {"load_seconds": loaded - start, "first_seconds": time.perf_counter() - start}

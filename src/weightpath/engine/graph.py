@@ -215,6 +215,24 @@ class GraphSession:
             raise BadRequest(f"truncate to {length}: the session holds {len(self.tokens)} tokens")
         del self.tokens[length:]
 
+    @torch.inference_mode()
+    def adopt(self, other: GraphSession, length: int) -> bool:
+        """Hold the first `length` tokens of another session of this model in place of what is held:
+        its cache is copied and nothing is run. Always true."""
+        if other.model is not self.model:
+            raise BadRequest("a session of another model; each takes from its own")
+        if not 0 <= length <= min(len(other.tokens), self.context):
+            raise BadRequest(
+                f"adopt {length} tokens of {len(other.tokens)} into a context of {self.context}"
+            )
+        if other is self:
+            self.truncate(length)
+            return True
+        self.reserve(length)
+        self.cache[:, :, :, :length] = other.cache[:, :, :, :length]
+        self.tokens[:] = other.tokens[:length]
+        return True
+
     def reserve(self, count: int) -> None:
         """Room for `count` positions: the cache doubles until it has it, up to the context."""
         capacity = self.cache.shape[3]

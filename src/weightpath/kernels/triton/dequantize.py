@@ -102,5 +102,4 @@ def dequantize(
         codes, scales, scales if zeros is None else zeros.view(-1).view(torch.int16), weight,
         weight.shape[0], weight.shape[1], chunks, scales.shape[1],
         BITS=4 if codes.ndim == 5 else 8, COLUMNS=group_size, ASYMMETRIC=zeros is not None,
-        num_warps=4,
     )  # fmt: skip
