@@ -12,8 +12,8 @@ decode deep  32 greedy tokens after a prompt of 2,048
 load         from the call that loads to the first token of 8, in a fresh process whose imports are
              done, files in the page cache
 
-Ours with 8-bit and with 16-bit activations. One model, the same weights for all (decode_models.py), batch of one. Every product runs in a process
-of its own (peer_workers/), with so many threads and at its best settings; they take turns, and so
+Ours with 8-bit and with 16-bit activations. One model, the same weights for all
+(decode_models.py), batch of one. Every product runs in a process of its own (peer_workers/), with so many threads and at its best settings; they take turns, and so
 does the read bandwidth of as many threads over 1 GiB. Beside tokens/s stand the bytes of low-bit
 weights that a token reads, times tokens/s, as a share of that bandwidth (keys and values not
 counted), ours over each peer round by round, and how many of the first tokens are ours.
@@ -85,8 +85,8 @@ def products(arguments: argparse.Namespace, model: BenchModel) -> list[Product]:
 
     for bits in (8, 16):  # 8 first: the peers quantize activations to 8 bits too
         add(f"weightpath W4A{bits}", sys.executable, "ours_worker.py", model.folder_bytes,
-            {}, {"weightpath": __version__}, folder=str(model.folder), engine=arguments.engine, context=CONTEXT,
-            activation_bits=bits)  # fmt: skip
+            {}, {"weightpath": __version__}, folder=str(model.folder), engine=arguments.engine,
+            context=CONTEXT, activation_bits=bits)  # fmt: skip
     python = peer_python("llama", arguments.peers)
     server = str(arguments.llama_server) if arguments.llama_server else None
     if python is None and server is None:
