@@ -13,11 +13,12 @@ load         from the call that loads to the first token of 8, in a fresh proces
              done, files in the page cache; ours from the packed weights kept beside the model
              (engine/tiles_cache.py) and, as "packing", without them
 
-Ours with 8-bit and with 16-bit activations. One model, the same weights for all (decode_models.py), batch of one. Every product runs in a process
-of its own (peer_workers/), with so many threads and at its best settings; they take turns, and so
-does the read bandwidth of as many threads over 1 GiB. Beside tokens/s stand the bytes of low-bit
-weights that a token reads, times tokens/s, as a share of that bandwidth (keys and values not
-counted), ours over each peer round by round, and how many of the first tokens are ours.
+Ours with 8-bit and with 16-bit activations. One model, the same weights for all
+(decode_models.py), batch of one. Every product runs in a process of its own (peer_workers/), with
+so many threads and at its best settings; they take turns, and so does the read bandwidth of as many
+threads over 1 GiB. Beside tokens/s stand the bytes of low-bit weights that a token reads, times
+tokens/s, as a share of that bandwidth (keys and values not counted), ours over each peer round by
+round, and how many of the first tokens are ours.
 
 Peers come from .venv-llama and .venv-openvino under --peers (tests/interop/install_peer.py); one
 that is not there is left out with a line. The wheel of llama.cpp is built for AVX2: --llama-server

@@ -18,8 +18,6 @@
 // After a group its C tiles are stored, and scaled in vector registers a few rows after each of the
 // next group's products (Intel's optimization manual, "Intel AMX": interleave post-processing).
 
-#include <type_traits>
-
 #include "amx_tiles.hpp"
 #include "avx512.hpp"
 #include "memory.hpp"
@@ -281,11 +279,11 @@ void product(const uint8_t* tile, const Shape& shape, const Activations& a, cons
   const auto done = [&](const float* block, int64_t start, int64_t stop) {
     write(block, shape, a, out, tile_index, start, stop);
   };
-  using Done = std::remove_const_t<decltype(done)>;
+  using Done = decltype((done));
   const auto multiply =
       a.planes == 1
-          ? a.per_group ? slice_products<1, true, const Done&> : slice_products<1, false, const Done&>
-          : a.per_group ? slice_products<2, true, const Done&> : slice_products<2, false, const Done&>;
+          ? a.per_group ? slice_products<1, true, Done> : slice_products<1, false, Done>
+          : a.per_group ? slice_products<2, true, Done> : slice_products<2, false, Done>;
   if (!whole) std::memset(y, 0, static_cast<size_t>(y_bytes));
   int64_t configured = 0;
   for (int64_t g0 = 0; g0 < groups; g0 += slice) {

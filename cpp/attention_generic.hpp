@@ -175,6 +175,7 @@ void attend_rows(const Attend& a, int64_t row) {
 #ifdef WEIGHTPATH_BF16_PAIRS
   constexpr bool PAIRS = K == CacheKind::bf16;
   alignas(64) uint16_t rounded[PAIRS ? R * MOST_HEAD_DIM : 1];
+  alignas(64) uint16_t weights[PAIRS ? R * BLOCK : 1];
   if constexpr (PAIRS) {
     for (int64_t d = 0; d < R * a.head_dim; d += W) store_bf16(rounded + d, load(q + d));
     for (; line + MANY <= end; line += MANY) {
@@ -184,6 +185,8 @@ void attend_rows(const Attend& a, int64_t row) {
       scores_of_pairs<R, 1>(rounded, a.cache.keys, line, a.head_dim, e);
     }
   }
+#else
+  constexpr bool PAIRS = false;
 #endif
   for (; line + MANY <= end; line += MANY) {
     scores<K, R, MANY>(q, a.cache.keys, line, a.head_dim, e);
@@ -194,12 +197,17 @@ void attend_rows(const Attend& a, int64_t row) {
   for (int r = 0; r < R; ++r) {
     float* s = e + r * BLOCK;
     Vec most = set(EMPTY);
-    for (int64_t p = begin * LANES; p < end * LANES; p += W) {
-      Vec score = load(s + p);
-      if constexpr (K == CacheKind::int8) score = mul(score, load(a.cache.key_scales + p));
-      score = within(score, p, first[r], last[r]);
-      store(s + p, score);
-      most = larger(most, score);
+    const int64_t stop = end * LANES;
+    if (K != CacheKind::int8 && first[r] <= begin * LANES && last[r] >= stop) {  // nothing masked
+      for (int64_t p = begin * LANES; p < stop; p += W) most = larger(most, load(s + p));
+    } else {
+      for (int64_t p = begin * LANES; p < stop; p += W) {
+        Vec score = load(s + p);
+        if constexpr (K == CacheKind::int8) score = mul(score, load(a.cache.key_scales + p));
+        score = within(score, p, first[r], last[r]);
+        store(s + p, score);
+        most = larger(most, score);
+      }
     }
     const Vec here = set(largest(most));
     Vec sum = set(0.0f);
@@ -207,7 +215,10 @@ void attend_rows(const Attend& a, int64_t row) {
       Vec power = power_of_two(sub(load(s + p), here));
       sum = add(sum, power);
       if constexpr (K == CacheKind::int8) power = mul(power, load(a.cache.value_scales + p));
-      store(s + p, power);
+#ifdef WEIGHTPATH_BF16_PAIRS
+      if constexpr (PAIRS) store_bf16(weights + r * BLOCK + p, power);
+#endif
+      if constexpr (!PAIRS) store(s + p, power);
     }
     const Vec before = set(a.maxima[row + r]), top = larger(before, here);
     old_factor[r] = power_of_two(sub(before, top));
@@ -222,12 +233,6 @@ void attend_rows(const Attend& a, int64_t row) {
   int64_t d = 0;
 #ifdef WEIGHTPATH_BF16_PAIRS
   if constexpr (PAIRS) {
-    alignas(64) uint16_t weights[R * BLOCK];
-    for (int r = 0; r < R; ++r) {
-      for (int64_t p = begin * LANES; p < end * LANES; p += W) {
-        store_bf16(weights + r * BLOCK + p, load(e + r * BLOCK + p));
-      }
-    }
     for (; d + 4 * W <= a.head_dim; d += 4 * W) {
       weigh_pairs<R, 4>(weights, a.cache.values, a.head_dim, d, pair0, pair1, old_factor,
                         new_factor, acc);

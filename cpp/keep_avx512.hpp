@@ -1,4 +1,4 @@
-// One position's bf16 key and value to their places (kv_cache.hpp), sixteen words at once; the other
+// One position's bf16 key and value to their places (kv_cache.hpp), sixteen words at once; other
 // kinds as keep_generic.hpp does. In an unnamed namespace: nothing is shared between files.
 #pragma once
 
@@ -23,7 +23,8 @@ void keep_wide(const float* key, const float* value, const CacheShape& shape, co
   const __m512i lines = _mm512_mullo_epi32(
       _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
       _mm512_set1_epi32(LANES));
-  uint32_t* const keys = reinterpret_cast<uint32_t*>(to.keys) + p / LANES * pairs * LANES + p % LANES;
+  uint32_t* const keys =
+      reinterpret_cast<uint32_t*>(to.keys) + p / LANES * pairs * LANES + p % LANES;
   for (int64_t d = 0; d < size; d += 32) {
     const int64_t left = size - d;
     const __m256i low = bf16_of(_mm512_maskz_loadu_ps(first(left), key + d));
@@ -37,7 +38,8 @@ void keep_wide(const float* key, const float* value, const CacheShape& shape, co
   const bool odd = p % 2, clears = newest && !odd;
   for (int64_t d = 0; d < size; d += 16) {
     const int64_t left = size - d;
-    const __m512i halves = _mm512_cvtepu16_epi32(bf16_of(_mm512_maskz_loadu_ps(first(left), value + d)));
+    const __m512i halves =
+        _mm512_cvtepu16_epi32(bf16_of(_mm512_maskz_loadu_ps(first(left), value + d)));
     if (clears) {
       _mm512_mask_storeu_epi32(values + 2 * d, first(left), halves);
     } else {

@@ -80,6 +80,19 @@ def test_one_to_sixteen_threads_write_the_same_greedy_text(scheme: str) -> None:
     assert all(torch.equal(one, logits[0]) for one in logits)
 
 
+@pytest.mark.parametrize("name", ["llama-nine-heads", "llama-head-64", "llama-head-80"])
+def test_a_prompt_that_goes_on_at_an_odd_position_gives_the_same_bits_on_many_threads(
+    name: str,
+) -> None:
+    model, ids = family(name), some_ids(200)
+    whole = NativeModel(model, threads=1).session().all_logits(ids)
+    native = NativeModel(model, threads=5)
+    for begin in (1, 3, 15, 31, 33):
+        session = native.session()
+        assert torch.equal(session.all_logits(ids[:begin]), whole[:begin])
+        assert torch.equal(session.all_logits(ids[begin:]), whole[begin:])
+
+
 def test_what_was_truncated_leaves_no_trace() -> None:
     native, ids = low_bit(), some_ids(300)
     used, fresh = native.session(), native.session()
