@@ -14,7 +14,9 @@ import torch
 
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
-from weightpath.layouts import cpu_tiles
+from weightpath.kernels.cuda import tiles_linear
+from weightpath.kernels.triton import available
+from weightpath.layouts import cpu_tiles, gpu_tiles
 from weightpath.scheme import Scheme
 
 
@@ -53,10 +55,21 @@ class Choice:
     instruction_set: str = ""
 
 
+def _on_gpu(layer: Layer) -> str | None:
+    """What no GPU kernel takes, as a sentence, or None."""
+    if layer.scheme.activation_bits == 8:
+        return "8-bit activations; the GPU kernels take bf16 and fp16 ones"
+    return gpu_tiles.scheme_refusal(layer.scheme, layer.in_features, layer.scale_dtype)
+
+
+def _cuda(layer: Layer) -> str | None:
+    return tiles_linear.refusal(layer.device) or _on_gpu(layer)
+
+
 def _triton(layer: Layer) -> str | None:
     if layer.device.type != "cuda":
-        return f"Triton kernels run on CUDA; this layer is on {layer.device.type}"
-    return "weightpath 0.1 ships no Triton kernel; the torch kernel runs on this device"
+        return f"the Triton kernels run on CUDA; this layer is on {layer.device.type}"
+    return available.refusal(layer.device) or _on_gpu(layer)
 
 
 def _cpu(layer: Layer) -> str | None:
@@ -88,6 +101,7 @@ def _torch(layer: Layer) -> str | None:
 
 
 KERNELS: tuple[Kernel, ...] = (
+    Kernel("cuda", _cuda),
     Kernel("triton", _triton),
     Kernel("cpu", _cpu, cpu.instruction_set_here),
     Kernel("torch", _torch),

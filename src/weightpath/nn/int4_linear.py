@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
 from weightpath.kernels import cpu, reference
+from weightpath.layouts import gpu_tiles
 from weightpath.layouts.cpu_tiles import CpuTiles, unpack
+from weightpath.layouts.gpu_tiles import GpuTiles
 from weightpath.nn.low_bit_linear import LowBitLinear, Plain
 from weightpath.quantize.rtn import quantize_rtn
 from weightpath.qweight import QWeight
@@ -102,6 +104,14 @@ class Int4Linear(LowBitLinear):
 
     def _from_tiles(self, tiles: CpuTiles) -> Plain:
         codes, scales, zeros = unpack(tiles)
+        return {"packed": reference.pack_nibbles(codes), "scales": scales, "zeros": zeros}
+
+    def _to_gpu_tiles(self) -> GpuTiles:
+        codes = reference.unpack_nibbles(self.packed)
+        return gpu_tiles.from_parts(codes, self.scales, self.zeros, bits=4)
+
+    def _from_gpu_tiles(self, tiles: GpuTiles) -> Plain:
+        codes, scales, zeros = gpu_tiles.to_parts(tiles)
         return {"packed": reference.pack_nibbles(codes), "scales": scales, "zeros": zeros}
 
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:

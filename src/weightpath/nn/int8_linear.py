@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from weightpath.errors import BadTensor
 from weightpath.kernels import cpu, reference
+from weightpath.kernels.triton import ops
+from weightpath.layouts import gpu_tiles
 from weightpath.layouts.cpu_tiles import CpuTiles, unpack
+from weightpath.layouts.gpu_tiles import GpuTiles
 from weightpath.nn.low_bit_linear import LowBitLinear, Plain
 from weightpath.quantize.int8 import quantize_per_channel
 from weightpath.qweight import QWeight
@@ -75,6 +78,17 @@ class Int8Linear(LowBitLinear):
     def _from_tiles(self, tiles: CpuTiles) -> Plain:
         codes, scales, _ = unpack(tiles)
         return {"codes": (codes ^ 128).view(torch.int8), "scale": scales[:, 0].contiguous()}
+
+    def _to_gpu_tiles(self) -> GpuTiles:
+        return gpu_tiles.from_parts(self.codes.view(torch.uint8), self.scale[:, None], None, bits=8)
+
+    def _from_gpu_tiles(self, tiles: GpuTiles) -> Plain:
+        codes, scales, _ = gpu_tiles.to_parts(tiles)
+        return {"codes": codes.view(torch.int8), "scale": scales[:, 0].contiguous()}
+
+    def _multiply_triton(self, x: Tensor, out: torch.dtype) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return ops.int8_linear(x, self.codes, self.scale, bias, out)
 
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
         codes, scale = plain["codes"], plain["scale"]

@@ -1,11 +1,13 @@
 """LowBitLinear: what the low-bit linears share, which is the kernel they run on and the form of
 their codes.
 
-A module holds its codes once, in one of two forms:
+A module holds its codes once, in one of three forms:
 
-    plain    the subclass's named buffers, on any device: what the torch kernel reads
-    tiles    one uint8 buffer in the bytes of `layouts/cpu_tiles.py`, in place of those: what the
-             compiled CPU kernels read
+    plain      the subclass's named buffers, on any device: what the torch kernel reads
+    tiles      one uint8 buffer in the bytes of `layouts/cpu_tiles.py`, in place of those: what the
+               compiled CPU kernels read
+    GPU tiles  the parts of `layouts/gpu_tiles.py`, in place of those: what the CUDA kernels read,
+               and the Triton ones of 4 bits
 
 `set_backend`, or the first product, brings them into the form that the chosen kernel reads; moving
 to another device brings back the plain one. Attributes, `state_dict` and `dequantize` give the plain
@@ -28,11 +30,16 @@ from torch import Tensor, nn
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels import cpu
 from weightpath.kernels.choose import Choice, Layer, choose
+from weightpath.kernels.cuda import tiles_linear
+from weightpath.kernels.triton import ops
 from weightpath.layouts.cpu_tiles import CpuTiles
+from weightpath.layouts.gpu_tiles import GpuTiles
 from weightpath.scheme import Scheme
 
 Plain = dict[str, Any]
 """The plain buffers by name: tensors, or None for zeros that a symmetric scheme has not."""
+GPU = ("gpu_codes", "gpu_scales", "gpu_zeros")
+"""Buffers of the GPU tiles."""
 _forming = threading.Lock()
 
 
@@ -52,7 +59,9 @@ class LowBitLinear(nn.Module, ABC):
         self.backend: str | None = None
         self.scale_per_group = True  # of 8-bit activations; else one a row
         self._tiles: CpuTiles | None = None
+        self._gpu: GpuTiles | None = None
         self._ready = False  # whether the form is the chosen kernel's
+        self._kernel = ""  # the chosen kernel's name, once ready
         self._few_rows = 0  # rows of x from which torch takes the product; 0: never
 
     @classmethod
@@ -78,6 +87,18 @@ class LowBitLinear(nn.Module, ABC):
         """The plain buffers' values, by name."""
 
     @abstractmethod
+    def _to_gpu_tiles(self) -> GpuTiles:
+        """The plain buffers laid out for the GPU kernels, where they lie."""
+
+    @abstractmethod
+    def _from_gpu_tiles(self, tiles: GpuTiles) -> Plain:
+        """The plain buffers' values, by name."""
+
+    def _multiply_triton(self, x: Tensor, out: torch.dtype) -> Tensor:
+        """The product by a Triton kernel that reads the plain buffers, of schemes that have one."""
+        raise CannotRun(f"no Triton kernel reads plain {self.scheme.name} codes")
+
+    @abstractmethod
     def _multiply_plain(self, x: Tensor, plain: Plain) -> Tensor:
         """The product in plain torch."""
 
@@ -96,15 +117,23 @@ class LowBitLinear(nn.Module, ABC):
     # Choosing.
 
     def _layer(self) -> Layer:
-        held = self._buffers["tiles" if self._tiles is not None else self.PLAIN[0]]
+        held = self._buffers[self._held_names()[0]]
         assert held is not None
         return Layer(
             self.out_features, self.in_features, self.scheme, held.device, self._scale_dtype()
         )
 
+    def _held_names(self) -> tuple[str, ...]:
+        """Buffers that hold the codes in the present form, the codes' own first."""
+        return (
+            ("tiles",) if self._tiles is not None else GPU if self._gpu is not None else self.PLAIN
+        )
+
     def _scale_dtype(self) -> torch.dtype:
         if self._tiles is not None:
             return self._tiles.scale_dtype
+        if self._gpu is not None:
+            return self._gpu.scales.dtype
         scales = self._buffers[self.PLAIN[1]]
         assert scales is not None
         return scales.dtype
@@ -138,17 +167,35 @@ class LowBitLinear(nn.Module, ABC):
         with _forming:
             if self._ready:
                 return ""
-            wants_tiles = self.kernel.name == "cpu"
-            done = ""
-            if wants_tiles and self._tiles is None:
-                self._hold_tiles(self._to_tiles())
-                done = "plain codes to CPU tiles"
-            elif not wants_tiles and self._tiles is not None:
+            self._kernel = name = self.kernel.name
+            on_gpu = name == "cuda" or (name == "triton" and self.scheme.bits == 4)
+            wanted = "CPU tiles" if name == "cpu" else "GPU tiles" if on_gpu else "plain codes"
+            held = self._form()
+            if held != wanted and held != "plain codes":
                 self._hold_plain()
-                done = "CPU tiles to plain codes"
+            if held != wanted and wanted == "CPU tiles":
+                self._hold_tiles(self._to_tiles())
+            elif held != wanted and wanted == "GPU tiles":
+                self._hold_gpu(self._to_gpu_tiles())
+            done = "" if held == wanted else f"{held} to {wanted}"
+            wants_tiles = wanted == "CPU tiles"
             self._few_rows = cpu.fewest_torch_rows() if wants_tiles else 0
             self._ready = True
             return done
+
+    def _form(self) -> str:
+        tiled = "GPU tiles" if self._gpu is not None else "plain codes"
+        return "CPU tiles" if self._tiles is not None else tiled
+
+    def _hold_gpu(self, tiles: GpuTiles) -> None:
+        for name, part in zip(GPU, (tiles.codes, tiles.scales, tiles.zeros), strict=True):
+            self.register_buffer(name, part)
+        self._gpu = tiles
+        for name in self.PLAIN:
+            del self._buffers[name]
+        if tiles.codes.device.type == "cuda":
+            # The kernels may read weights before the kernel ahead of them has ended.
+            torch.cuda.current_stream(tiles.codes.device).synchronize()
 
     def _hold_tiles(self, tiles: CpuTiles) -> None:
         self.register_buffer("tiles", tiles.packed)
@@ -173,10 +220,12 @@ class LowBitLinear(nn.Module, ABC):
         self._buffers["tiles"] = packed
 
     def _hold_plain(self) -> None:
-        for name, value in self._plain().items():
+        plain, names = self._plain(), self._held_names()
+        for name, value in plain.items():
             self._buffers[name] = value
-        self._tiles = None
-        del self._buffers["tiles"]
+        self._tiles = self._gpu = None
+        for name in names:
+            del self._buffers[name]
 
     @property
     def cpu_tiles(self) -> CpuTiles | None:
@@ -186,18 +235,23 @@ class LowBitLinear(nn.Module, ABC):
     # Values in either form.
 
     def _plain(self) -> Plain:
+        if self._gpu is not None:
+            return self._from_gpu_tiles(self._gpu)
         if self._tiles is None:
             return {name: self._buffers[name] for name in self.PLAIN}
         return self._from_tiles(replace(self._tiles, packed=self._tiles.packed.reshape(-1)))
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).PLAIN and self.__dict__.get("_tiles") is not None:
+        held = self.__dict__.get("_tiles"), self.__dict__.get("_gpu")
+        if name in type(self).PLAIN and held != (None, None):
             return self._plain()[name]
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
         """What `to`, `half` and the like do: scales follow to a device, never to a dtype, and tiles
         stay on the CPU."""
+        if self._gpu is not None:
+            self._hold_plain()
         if self._tiles is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
             self._hold_plain()
         self._ready = False
@@ -216,15 +270,16 @@ class LowBitLinear(nn.Module, ABC):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._tiles is None:
+        if self._form() == "plain codes":
             return
-        del destination[prefix + "tiles"]
+        for name in self._held_names():
+            destination.pop(prefix + name, None)
         for name, value in self._plain().items():
             if value is not None:
                 destination[prefix + name] = value
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        if self._tiles is not None:
+        if self._form() != "plain codes":
             self._hold_plain()
             self._ready = False
         super()._load_from_state_dict(*arguments, **named)
@@ -240,6 +295,8 @@ class LowBitLinear(nn.Module, ABC):
                     "laid out yet; call weightpath.nn.swap.set_backend(model, None) before export"
                 )
             self.prepare()
+        if self._kernel in ("cuda", "triton"):
+            return self._multiply_on_gpu(x, out)
         tiles = self._tiles
         if tiles is None or x.dtype == torch.float64:
             return self._multiply_plain(x, self._plain()).to(out)
@@ -253,6 +310,20 @@ class LowBitLinear(nn.Module, ABC):
             tiles = replace(tiles, packed=self._buffers["tiles"])
         bits, per_group = self.activation_bits, self.takes_scales_per_group
         return cpu.linear(x, tiles, self.bias, activation_bits=bits, per_group=per_group, out=out)
+
+    def _multiply_on_gpu(self, x: Tensor, out: torch.dtype) -> Tensor:
+        """By a CUDA or Triton kernel; floats that they do not take, and gradients, go to torch."""
+        follows = torch.is_grad_enabled() and x.requires_grad
+        if x.dtype not in tiles_linear.DTYPES or follows:
+            return self._multiply_plain(x, self._plain()).to(out)
+        tiles = self._gpu
+        if tiles is None:
+            return self._multiply_triton(x, out)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self._kernel == "cuda":
+            return tiles_linear.tiles_linear(x, tiles, bias, out)
+        parts = (tiles.codes, tiles.scales, tiles.zeros)
+        return ops.int4_linear(x, *parts, bias, tiles.out_features, tiles.group_size, out)
 
     def extra_repr(self) -> str:
         """What print(model) shows of it."""

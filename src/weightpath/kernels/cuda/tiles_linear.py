@@ -70,6 +70,47 @@ def linear(
     return y
 
 
+def _operate(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+    out: torch.dtype,
+) -> Tensor:
+    bits = 4 if codes.ndim == 5 else 8
+    tiles = GpuTiles(codes, scales, zeros, bits, n, x.shape[-1], group_size)
+    return linear(x, tiles, bias, out)
+
+
+_operator = torch.library.custom_op(
+    "weightpath::cuda_tiles_linear", _operate, mutates_args=(), device_types="cuda"
+)
+
+
+@_operator.register_fake
+def _(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    group_size: int,
+    out: torch.dtype,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=out)
+
+
+def tiles_linear(x: Tensor, tiles: GpuTiles, bias: Tensor | None, out: torch.dtype) -> Tensor:
+    """`linear` as the torch operator weightpath::cuda_tiles_linear, for tracing; nothing is read
+    back, so a CUDA graph can hold it. Each shape must have run once before it is captured."""
+    parts = (tiles.codes, tiles.scales, tiles.zeros)
+    return _operator(x, *parts, bias, tiles.out_features, tiles.group_size, out)
+
+
 def _aligned(x: Tensor) -> Tensor:
     """x itself where its rows can be copied 16 bytes at a time, else a copy, padded if need be."""
     step = X_ALIGNMENT // x.element_size()

@@ -9,6 +9,8 @@ A lane reads 16 bytes of a tile and the scales of its two rows; the weight leave
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -98,7 +100,8 @@ def dequantize(
 ) -> None:
     """Fill weight [N, K] from the tiles; group_size in columns, 0 for one group."""
     blocks, chunks = codes.shape[:2]
-    dequantize_kernel[(blocks, triton.cdiv(chunks, 2))](
+    run: Any = dequantize_kernel[(blocks, triton.cdiv(chunks, 2))]
+    run(
         codes, scales, scales if zeros is None else zeros.view(-1).view(torch.int16), weight,
         weight.shape[0], weight.shape[1], chunks, scales.shape[1],
         BITS=4 if codes.ndim == 5 else 8, COLUMNS=group_size, ASYMMETRIC=zeros is not None,
