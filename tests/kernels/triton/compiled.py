@@ -26,7 +26,7 @@ from weightpath.kernels.triton import (
 INT4 = {"codes": "*i32", "zeros": "*i16", "scales": "*bf16", "bias": "*bf16", "y": "*bf16"}
 INT4_CONST = {"GROUP": 128, "ASYMMETRIC": True, "BIAS": True, "SPLIT": False, "PLAIN": False}
 GEMV = dict(
-    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=16, num_stages=1
+    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=8, num_stages=1
 )  # fmt: skip
 GEMM = dict(
     INT4_CONST, TOKENS=64, BLOCKS=1, CHUNKS=2, WIDE=True, EVEN=True, num_warps=4, num_stages=4

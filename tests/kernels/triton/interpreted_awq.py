@@ -29,7 +29,7 @@ def laid_out(n: int, k: int, group_size: int, seed: int) -> tuple[KernelAwq, Ten
     return from_qweight(qweight), qweight.dequantize(torch.float32).double()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     m=st.integers(1, 20),
     blocks=st.integers(1, 2),

@@ -43,13 +43,13 @@ def check(kernel, case, chosen) -> None:
         assert float((y - exact).abs().max()) <= 1e-5 * float(exact.abs().max() + 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(case=cases(16), chunks=st.sampled_from((1, 2, 4)), splits=st.sampled_from((1, 2, 3)))
 def test_the_kernel_for_few_rows_is_as_good_as_torch(case, chunks: int, splits: int) -> None:
     check(int8_gemv.int8_gemv, case, int8_gemv.Config(chunks, splits, 4))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(case=cases(40), splits=st.sampled_from((1, 2, 3)))
 def test_the_tensor_core_kernel_is_as_good_as_torch(case, splits: int) -> None:
     check(int8_gemm.int8_gemm, case, int8_gemm.Config(16, 64, 64, splits, 4, 1))

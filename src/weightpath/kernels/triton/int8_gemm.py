@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weightpath.kernels.triton.codes import cast_codes
 from weightpath.kernels.triton.partials import add_partials
 
 PROGRAMS = 264
@@ -68,13 +69,13 @@ def int8_gemm_kernel(
     end = tl.minimum(start + steps_of_part * COLUMNS, K)
     for k in range(start, end, COLUMNS):
         if EVEN:
-            weight = tl.load(at_codes + k).to(dtype)
+            weight = tl.load(at_codes + k)
             tokens = tl.load(at_x + k).to(dtype)
         else:
             inside = k + column < K
-            weight = tl.load(at_codes + k, mask=inside[None, :], other=0).to(dtype)
+            weight = tl.load(at_codes + k, mask=inside[None, :], other=0)
             tokens = tl.load(at_x + k, mask=inside[:, None], other=0).to(dtype)
-        total = tl.dot(weight, tokens, total)
+        total = tl.dot(cast_codes(weight, dtype, PLAIN), tokens, total)
     at_y = token.to(tl.int64)[None, :] * N + n[:, None]
     in_y = (n[:, None] < N) & (token[None, :] < M)
     if SPLIT:
