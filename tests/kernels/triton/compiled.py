@@ -52,7 +52,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "int8_gemm": (
         int8_gemm.int8_gemm_kernel,
         INT8,
-        dict(INT8_CONST, TOKENS=64, ROWS=64, COLUMNS=128, EVEN=True, num_warps=4, num_stages=3),
+        dict(
+            INT8_CONST,
+            TOKENS=64,
+            ROWS=64,
+            COLUMNS=128,
+            PERMUTED=True,
+            EVEN=True,
+            num_warps=4,
+            num_stages=3,
+        ),
     ),
     "awq": (
         awq_kernel.awq_kernel,
@@ -88,6 +97,8 @@ def compile_for(name: str, capability: int, x: str) -> Any:
     kernel, pointers, given = KERNELS[name]
     options = {key: value for key, value in given.items() if key.startswith("num_")}
     constants = {key: value for key, value in given.items() if key not in options}
+    if "PERMUTED" in constants:
+        constants["PERMUTED"] = capability == 90
     if "WIDE" in constants:
         constants["WIDE"] = capability == 80
     signature = {

@@ -46,7 +46,9 @@ def test_products_are_on_the_tensor_cores_and_out_of_local_memory(
     assert not [each for each in found if each.startswith(("LDL", "STL"))], found
 
 
-@pytest.mark.parametrize("name", ["int4_gemv", "int4_gemv_one", "int4_gemm", "int8_gemv"])
+@pytest.mark.parametrize(
+    "name", ["int4_gemv", "int4_gemv_one", "int4_gemm", "int8_gemv", "int8_gemm"]
+)
 def test_codes_are_read_sixteen_bytes_at_a_time(name: str, tmp_path: Path) -> None:
     found = instructions(compile_for(name, 90, x_type(name)), tmp_path)
     wide = sum(

@@ -20,6 +20,12 @@ GEMM_ROWS = 256
 """Most rows of the 4-bit tensor-core kernel; above, the weight is dequantized for cuBLAS."""
 
 
+def _major(device: torch.device) -> int:
+    """The first number of the compute capability, by which products are made."""
+    capability = capability_of(device)
+    return 0 if capability is None else capability[0]
+
+
 def _flat(x: Tensor) -> Tensor:
     """x [..., K] as rows [M, K] whose columns are adjacent; copied only where they are not."""
     rows = x.reshape(-1, x.shape[-1])
@@ -45,7 +51,7 @@ def _multiply_int8(
     else:
         from weightpath.kernels.triton.int8_gemm import int8_gemm
 
-        int8_gemm(rows, codes, scale, bias, flat)
+        int8_gemm(rows, codes, scale, bias, flat, wgmma=_major(x.device) == 9)
     return y
 
 
@@ -72,8 +78,8 @@ def _multiply_int4(
     elif kernel == "gemm" or (not kernel and rows.shape[0] <= GEMM_ROWS):
         from weightpath.kernels.triton.int4_gemm import int4_gemm
 
-        major = (capability_of(x.device) or (9, 0))[0]
-        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide=major not in (9, 10))
+        wide = _major(x.device) not in (9, 10)
+        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide)
     else:
         weight = _dequantize(codes, scales, zeros, n, x.shape[-1], group_size, x.dtype)
         product = linear(rows, weight, None if bias is None else bias.to(x.dtype))
