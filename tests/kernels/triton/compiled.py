@@ -69,7 +69,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {
             "GROUP": 128,
             "TOKENS": 16,
-            "COLUMNS": 32,
+            "COLUMNS": 128,
+            "WIDE": True,
             "BIAS": True,
             "SPLIT": False,
             "num_warps": 4,

@@ -102,7 +102,8 @@ def _multiply_awq(
     from weightpath.kernels.triton.awq_kernel import awq_linear as run
 
     rows, flat = _flat(x), y.view(-1, weight.shape[0])
-    run(rows, weight, zeros, scales, bias, flat, group_size, split_k)
+    wide = _major(x.device) not in (9, 10)
+    run(rows, weight, zeros, scales, bias, flat, group_size, split_k, wide)
     return y
 
 
