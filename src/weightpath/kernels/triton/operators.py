@@ -1,7 +1,8 @@
 """The Triton products as torch operators, `weightpath::triton_*`, with fakes for tracing.
 
 Unchecked: `ops.py` is the door. They read nothing back from the device and allocate through torch,
-so a CUDA graph can hold them. Triton is imported by the first call.
+so a CUDA graph can hold them. Triton is imported by the first call, and starts kernels on torch's
+current device, which is therefore set to that of x.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ def _multiply_int8(
     if kernel == "gemv" or (not kernel and rows.shape[0] <= GEMV_ROWS):
         from weightpath.kernels.triton.int8_gemv import int8_gemv
 
-        int8_gemv(rows, codes, scale, bias, flat)
+        with torch.cuda.device(x.device):
+            int8_gemv(rows, codes, scale, bias, flat)
     else:
         from weightpath.kernels.triton.int8_gemm import int8_gemm
 
-        int8_gemm(rows, codes, scale, bias, flat, wgmma=_major(x.device) == 9)
+        with torch.cuda.device(x.device):
+            int8_gemm(rows, codes, scale, bias, flat, wgmma=_major(x.device) == 9)
     return y
 
 
@@ -74,12 +77,14 @@ def _multiply_int4(
     if kernel == "gemv" or (not kernel and rows.shape[0] <= GEMV_ROWS):
         from weightpath.kernels.triton.int4_gemv import int4_gemv
 
-        int4_gemv(rows, codes, scales, zeros, bias, flat, group)
+        with torch.cuda.device(x.device):
+            int4_gemv(rows, codes, scales, zeros, bias, flat, group)
     elif kernel == "gemm" or (not kernel and rows.shape[0] <= GEMM_ROWS):
         from weightpath.kernels.triton.int4_gemm import int4_gemm
 
         wide = _major(x.device) not in (9, 10)
-        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide)
+        with torch.cuda.device(x.device):
+            int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide)
     else:
         weight = _dequantize(codes, scales, zeros, n, x.shape[-1], group_size, x.dtype)
         product = linear(rows, weight, None if bias is None else bias.to(x.dtype))
@@ -103,7 +108,8 @@ def _multiply_awq(
 
     rows, flat = _flat(x), y.view(-1, weight.shape[0])
     wide = _major(x.device) not in (9, 10)
-    run(rows, weight, zeros, scales, bias, flat, group_size, split_k, wide)
+    with torch.cuda.device(x.device):
+        run(rows, weight, zeros, scales, bias, flat, group_size, split_k, wide)
     return y
 
 
@@ -119,7 +125,8 @@ def _dequantize(
     from weightpath.kernels.triton.dequantize import dequantize as run
 
     weight = torch.empty((n, k), dtype=dtype, device=codes.device)
-    run(codes, scales, zeros, weight, 0 if scales.shape[1] == 1 else group_size)
+    with torch.cuda.device(codes.device):
+        run(codes, scales, zeros, weight, 0 if scales.shape[1] == 1 else group_size)
     return weight
 
 
