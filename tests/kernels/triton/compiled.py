@@ -26,7 +26,7 @@ from weightpath.kernels.triton import (
 INT4 = {"codes": "*i32", "zeros": "*i16", "scales": "*bf16", "bias": "*bf16", "y": "*bf16"}
 INT4_CONST = {"GROUP": 128, "ASYMMETRIC": True, "BIAS": True, "SPLIT": False, "PLAIN": False}
 GEMV = dict(
-    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=16, num_stages=1
+    INT4_CONST, TOKENS=8, CHUNKS=32, TILES=1, ONE=False, num_warps=8, num_stages=1
 )  # fmt: skip
 GEMM = dict(
     INT4_CONST, TOKENS=64, BLOCKS=1, CHUNKS=2, WIDE=True, EVEN=True, num_warps=4, num_stages=4
@@ -52,7 +52,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "int8_gemm": (
         int8_gemm.int8_gemm_kernel,
         INT8,
-        dict(INT8_CONST, TOKENS=64, ROWS=64, COLUMNS=128, EVEN=True, num_warps=4, num_stages=3),
+        dict(
+            INT8_CONST,
+            TOKENS=64,
+            ROWS=64,
+            COLUMNS=128,
+            PERMUTED=True,
+            EVEN=True,
+            num_warps=4,
+            num_stages=3,
+        ),
     ),
     "awq": (
         awq_kernel.awq_kernel,
@@ -60,7 +69,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {
             "GROUP": 128,
             "TOKENS": 16,
-            "COLUMNS": 32,
+            "COLUMNS": 128,
+            "WIDE": True,
             "BIAS": True,
             "SPLIT": False,
             "num_warps": 4,
@@ -88,6 +98,8 @@ def compile_for(name: str, capability: int, x: str) -> Any:
     kernel, pointers, given = KERNELS[name]
     options = {key: value for key, value in given.items() if key.startswith("num_")}
     constants = {key: value for key, value in given.items() if key not in options}
+    if "PERMUTED" in constants:
+        constants["PERMUTED"] = capability == 90
     if "WIDE" in constants:
         constants["WIDE"] = capability == 80
     signature = {

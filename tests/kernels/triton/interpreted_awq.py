@@ -29,7 +29,7 @@ def laid_out(n: int, k: int, group_size: int, seed: int) -> tuple[KernelAwq, Ten
     return from_qweight(qweight), qweight.dequantize(torch.float32).double()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     m=st.integers(1, 20),
     blocks=st.integers(1, 2),
@@ -37,16 +37,17 @@ def laid_out(n: int, k: int, group_size: int, seed: int) -> tuple[KernelAwq, Ten
     groups=st.integers(1, 9),
     split_k=st.sampled_from((1, 2)),
     bias=st.booleans(),
+    wide=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_it_is_as_good_as_torch(m, blocks, group_size, groups, split_k, bias, seed) -> None:
+def test_it_is_as_good_as_torch(m, blocks, group_size, groups, split_k, bias, wide, seed) -> None:
     n, k = 64 * blocks, group_size * groups
     layout, weight = laid_out(n, k, group_size, seed)
     x = torch.randn((m, k + 8), generator=torch.Generator().manual_seed(seed)).half()[:, :k]
     some_bias = torch.randn(n) if bias else None
     y = torch.full((m, n), float("nan"), dtype=torch.float16)
     parts = (layout.weight, layout.zeros, layout.scales, some_bias, y)
-    awq_linear(x, *parts, group_size, split_k)
+    awq_linear(x, *parts, group_size, split_k, wide)
     assert_as_good_as_torch(y, x, weight, some_bias)
 
 
@@ -55,6 +56,6 @@ def test_a_plain_order_of_rows_in_a_word_is_seen() -> None:
     layout, weight = laid_out(64, 128, 128, 1)
     x, y = torch.randn((2, 128)).half(), torch.empty((2, 64), dtype=torch.float16)
     swapped = (layout.weight << 16) | ((layout.weight >> 16) & 0xFFFF)
-    awq_linear(x, swapped, layout.zeros, layout.scales, None, y, 128, 1)
+    awq_linear(x, swapped, layout.zeros, layout.scales, None, y, 128, 1, False)
     with pytest.raises(AssertionError):
         assert_as_good_as_torch(y, x, weight, None)

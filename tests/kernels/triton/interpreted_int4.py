@@ -55,13 +55,13 @@ def check(kernel, case, chosen, **more) -> None:
     assert_as_good_as_torch(y.to(x.dtype), x, tiles.weight, bias)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=14, deadline=None, derandomize=True)
 @given(case=cases(16), tiles=st.sampled_from((1, 2, 4)), splits=st.sampled_from((1, 2, 3)))
 def test_the_kernel_for_few_rows_is_as_good_as_torch(case, tiles: int, splits: int) -> None:
     check(int4_gemv.int4_gemv, case, int4_gemv.Config(2, tiles, splits, 4))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=14, deadline=None, derandomize=True)
 @given(
     case=cases(40),
     blocks=st.sampled_from((1, 2)),
@@ -73,7 +73,7 @@ def test_the_tensor_core_kernel_is_as_good_as_torch(case, blocks: int, splits: i
     check(int4_gemm.int4_gemm, case, int4_gemm.Config(16, blocks, splits, 4, 1), wide=wide)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(case=cases(1), bits=st.sampled_from((4, 8)))
 def test_dequantized_tiles_are_the_weight_rounded_once(case, bits: int) -> None:
     asymmetric = case["asymmetric"] and bits == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import interpreter_repair  # noqa: F401
 import torch
 from hypothesis import given, settings
@@ -43,16 +45,17 @@ def check(kernel, case, chosen) -> None:
         assert float((y - exact).abs().max()) <= 1e-5 * float(exact.abs().max() + 1)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(case=cases(16), chunks=st.sampled_from((1, 2, 4)), splits=st.sampled_from((1, 2, 3)))
 def test_the_kernel_for_few_rows_is_as_good_as_torch(case, chunks: int, splits: int) -> None:
     check(int8_gemv.int8_gemv, case, int8_gemv.Config(chunks, splits, 4))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(case=cases(40), splits=st.sampled_from((1, 2, 3)))
-def test_the_tensor_core_kernel_is_as_good_as_torch(case, splits: int) -> None:
-    check(int8_gemm.int8_gemm, case, int8_gemm.Config(16, 64, 64, splits, 4, 1))
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(case=cases(40), splits=st.sampled_from((1, 2, 3)), wgmma=st.booleans())
+def test_the_tensor_core_kernel_is_as_good_as_torch(case, splits: int, wgmma: bool) -> None:
+    kernel = partial(int8_gemm.int8_gemm, wgmma=wgmma)
+    check(kernel, case, int8_gemm.Config(16, 64, 64, splits, 4, 1))
 
 
 def test_sums_beyond_fp16_come_back_where_the_result_fits() -> None:
@@ -60,7 +63,7 @@ def test_sums_beyond_fp16_come_back_where_the_result_fits() -> None:
     codes = torch.full((5, 256), 127, dtype=torch.int8)
     x = torch.full((3, 256), 65504.0, dtype=torch.float16)
     scale, exact = torch.full((5,), 1e-6), 127 * 65504 * 256 * 1e-6
-    for kernel in (int8_gemv.int8_gemv, int8_gemm.int8_gemm):
+    for kernel in (int8_gemv.int8_gemv, partial(int8_gemm.int8_gemm, wgmma=True)):
         y = torch.empty((3, 5), dtype=torch.float16)
         kernel(x, codes, scale, None, y, plain=True)
         assert torch.allclose(y.double(), torch.full((3, 5), exact).double(), rtol=1e-3)

@@ -7,6 +7,9 @@ at bits 8e + 16h, the code of row g + 8e, column 32s + 16*(i // 2) + 2q + h + 8*
 A lane reads 16 bytes of a tile and the scales of its two rows; the weight leaves in whole rows.
 """
 
+# The body of a kernel is Triton's language, which Python's types do not describe.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -16,20 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weightpath.kernels.triton.tiles import nibbles
+
 
 @triton.jit
 def _of_bytes(words, ROW: tl.constexpr):
     """Codes of rows g (ROW 0) or g + 8 (1) in words of 8-bit codes, fp32 [..., h]."""
     low = (words << (24 - 8 * ROW)) >> 24
     high = (words << (8 - 8 * ROW)) >> 24
-    return tl.join(low.to(tl.float32), high.to(tl.float32))
-
-
-@triton.jit
-def _of_nibbles(words, zero, NIBBLE: tl.constexpr):
-    """Nibble p of both halves minus the zero, fp32 [..., h]."""
-    low = ((words >> (4 * NIBBLE)) & 15) - zero
-    high = ((words >> (4 * NIBBLE + 16)) & 15) - zero
     return tl.join(low.to(tl.float32), high.to(tl.float32))
 
 
@@ -79,12 +76,12 @@ def dequantize_kernel(
         else:
             zero0, zero8 = 8, 8
         first = tl.join(
-            _of_nibbles(words, zero0, 0) * scale0,
-            _of_nibbles(words, zero8, 1) * scale8,
+            nibbles(words, zero0, 0) * scale0,
+            nibbles(words, zero8, 1) * scale8,
         )
         second = tl.join(
-            _of_nibbles(words, zero0, 2) * scale0,
-            _of_nibbles(words, zero8, 3) * scale8,
+            nibbles(words, zero0, 2) * scale0,
+            nibbles(words, zero8, 3) * scale8,
         )
         # [c, t, s, g, q, j, h, row half, column half]
         value = tl.permute(tl.join(first, second), (1, 7, 3, 0, 2, 5, 8, 4, 6))

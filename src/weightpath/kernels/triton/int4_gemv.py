@@ -1,4 +1,4 @@
-"""W4A16 for few rows: 4-bit weights from gpu tiles times x, up to ROWS rows of x.
+"""W4A16 for few rows: 4-bit weights from gpu tiles times x of 1 to 16 rows.
 
     y[m, n] = sum_g scale[n, g] * (sum_{k in g} x[m, k] * (code[n, k] - zero[n, g])) + bias[n]
 
@@ -27,8 +27,6 @@ from torch import Tensor
 from weightpath.kernels.triton.partials import add_partials
 from weightpath.kernels.triton.tiles import expand, scale_place
 
-ROWS = 16
-"""Most rows of x."""
 PROGRAMS = 256
 """K is split until there are about so many programs: two for each SM of the larger GPUs."""
 
@@ -46,10 +44,12 @@ class Config:
 def config(rows: int, out_features: int, in_features: int) -> Config:
     """The fixed configuration for x [rows, in_features] and a weight of out_features."""
     row_tiles, chunks = -(-out_features // 64) * 4, -(-in_features // 64)
-    # Many programs fill the GPU by themselves; few need more bytes on their way at once.
-    many = row_tiles >= 4 * PROGRAMS
-    tiles = 2 if many and 1 < rows <= 8 else 1
-    step, warps = (16, 8) if many or chunks <= 16 else (32, 16)
+    # A step keeps 512 bytes a chunk on their way. Where each SM has two programs at most, they take
+    # 32 chunks: of one row in 16 warps of 64 registers, of more in 8 of 126. More programs than that
+    # take 16 in 8 warps, of which more fit an SM at a time.
+    few = row_tiles <= PROGRAMS and chunks > 16
+    step, warps = (32, 16 if rows == 1 else 8) if few else (16, 8)
+    tiles = 2 if row_tiles >= 4 * PROGRAMS and 1 < rows <= 8 else 1
     splits = max(1, min(PROGRAMS * tiles // row_tiles, -(-chunks // step), 16))
     return Config(step, tiles, splits, warps)
 
@@ -149,7 +149,7 @@ def int4_gemv(
     plain: bool = False,
     chosen: Config | None = None,
 ) -> None:
-    """y [M, N] = x [M, K] times the weight of the tiles; M at most ROWS, x's columns adjacent.
+    """y [M, N] = x [M, K] times the weight of the tiles; M at most 16, x's columns adjacent.
 
     zeros uint8 [N/64, G, 64] or None; group_size in columns, 0 for one group. plain: without
     inline assembly, as the interpreter needs it.

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weightpath.kernels.triton.codes import cast_codes
 from weightpath.kernels.triton.partials import add_partials
 
 PROGRAMS = 264
@@ -52,10 +53,14 @@ def int8_gemm_kernel(
     x, codes, scale, bias, y,
     M, N, K, x_stride, code_stride, steps_of_part,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, PLAIN: tl.constexpr,
+    PERMUTED: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """As int8_gemv_kernel. Rows and tokens beyond the last are read as the last one is, and not
-    stored; EVEN: whether K is whole steps."""
+    stored; EVEN: whether K is whole steps.
+
+    PERMUTED: columns 16q + 4j + 2p + h of 64 are taken in the order 16j + 8p + 2q + h, in both
+    operands, so that a lane reads 16 bytes of codes and not 2 (wgmma takes its left operand thus).
+    """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
@@ -68,12 +73,18 @@ def int8_gemm_kernel(
     end = tl.minimum(start + steps_of_part * COLUMNS, K)
     for k in range(start, end, COLUMNS):
         if EVEN:
-            weight = tl.load(at_codes + k).to(dtype)
+            weight = tl.load(at_codes + k)
             tokens = tl.load(at_x + k).to(dtype)
         else:
             inside = k + column < K
-            weight = tl.load(at_codes + k, mask=inside[None, :], other=0).to(dtype)
+            weight = tl.load(at_codes + k, mask=inside[None, :], other=0)
             tokens = tl.load(at_x + k, mask=inside[:, None], other=0).to(dtype)
+        weight = cast_codes(weight, dtype, PLAIN)
+        if PERMUTED:
+            weight = tl.reshape(weight, (ROWS, COLUMNS // 64, 4, 4, 2, 2))
+            weight = tl.reshape(tl.permute(weight, (0, 1, 3, 4, 2, 5)), (ROWS, COLUMNS))
+            tokens = tl.reshape(tokens, (COLUMNS // 64, 4, 4, 2, 2, TOKENS))
+            tokens = tl.reshape(tl.permute(tokens, (0, 2, 3, 1, 4, 5)), (COLUMNS, TOKENS))
         total = tl.dot(weight, tokens, total)
     at_y = token.to(tl.int64)[None, :] * N + n[:, None]
     in_y = (n[:, None] < N) & (token[None, :] < M)
@@ -92,10 +103,15 @@ def int8_gemm(
     scale: Tensor,
     bias: Tensor | None,
     y: Tensor,
+    wgmma: bool,
     plain: bool = False,
     chosen: Config | None = None,
 ) -> None:
-    """y [M, N] = x [M, K] times codes int8 [N, K] scaled, any M; arguments as int8_gemv."""
+    """y [M, N] = x [M, K] times codes int8 [N, K] scaled, any M; arguments as int8_gemv.
+
+    wgmma: whether the device's products are wgmma: compute capability 9. There, up to 64 rows of x
+    a program are put in the order of the codes; 128 cost more than the codes gain.
+    """
     (m, k), n = x.shape, codes.shape[0]
     config_ = chosen or config(m, n, k)
     steps = triton.cdiv(triton.cdiv(k, config_.columns), config_.splits)
@@ -106,7 +122,7 @@ def int8_gemm(
         x, codes, scale, scale if bias is None else bias, out,
         m, n, k, x.stride(0), codes.stride(0), steps,
         TOKENS=config_.tokens, ROWS=config_.rows, COLUMNS=config_.columns,
-        EVEN=k % config_.columns == 0, BIAS=bias is not None, SPLIT=splits > 1, PLAIN=plain,
+        PERMUTED=wgmma and config_.tokens <= 64, EVEN=k % config_.columns == 0, BIAS=bias is not None, SPLIT=splits > 1, PLAIN=plain,
         num_warps=config_.warps, num_stages=config_.stages,
     )  # fmt: skip
     if splits > 1:

@@ -1,4 +1,4 @@
-"""W8A16 for few rows: an int8 weight as stored, codes [N, K], times up to ROWS rows of x.
+"""W8A16 for few rows: an int8 weight as stored, codes [N, K], times x of 1 to 16 rows.
 
     y[m, n] = scale[n] * sum_k x[m, k] * code[n, k] + bias[n]
 
@@ -23,10 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weightpath.kernels.triton.codes import cast_codes
 from weightpath.kernels.triton.partials import add_partials
 
-ROWS = 16
-"""Most rows of x."""
 PROGRAMS = 256
 
 
@@ -70,7 +69,8 @@ def int8_gemv_kernel(
         k = step + tl.arange(0, CHUNKS)[:, None] * 64 + tl.arange(0, 64)[None, :]
         at = k[None, :, None, :]
         loaded = tl.load(codes + at_row + at, mask=in_codes & (at < K), other=0)
-        weight = tl.reshape(tl.permute(loaded, (1, 2, 0, 3)), (CHUNKS, 16, 4, 4, 4)).to(dtype)
+        weight = cast_codes(tl.permute(loaded, (1, 2, 0, 3)), dtype, PLAIN)
+        weight = tl.reshape(weight, (CHUNKS, 16, 4, 4, 4))
         weight = tl.reshape(tl.permute(weight, (0, 1, 3, 2, 4)), (CHUNKS, 16, 64))
         if ONE:
             line = tl.load(x + k, mask=k < K, other=0).to(dtype)
@@ -106,7 +106,7 @@ def int8_gemv(
     plain: bool = False,
     chosen: Config | None = None,
 ) -> None:
-    """y [M, N] = x [M, K] times codes int8 [N, K] scaled; M at most ROWS, columns adjacent.
+    """y [M, N] = x [M, K] times codes int8 [N, K] scaled; M at most 16, columns adjacent.
 
     plain: products in fp32, as the interpreter needs them for bf16.
     """

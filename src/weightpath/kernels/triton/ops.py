@@ -6,9 +6,9 @@
     dequantize    gpu tiles of 4 or 8 bits to the weight [N, K]
 
 x [..., K] bf16 or fp16 of any strides; y [..., N]. Products add in fp32, in a fixed order: two runs
-give the same bits. By rows of x, int4_linear takes a kernel for few rows (to int4_gemv.ROWS, 16),
+give the same bits. By rows of x, int4_linear takes a kernel for few rows (to GEMV_ROWS, 16),
 the tensor-core kernel (to GEMM_ROWS) or dequantizes and lets cuBLAS multiply; int8_linear takes its
-kernel for few rows (to int8_gemv.ROWS, 16), then the tensor-core one.
+kernel for few rows (to GEMV_ROWS), then the tensor-core one.
 
 The operators are `weightpath::triton_*`, with fakes for tracing. They read nothing back from the
 device and allocate through torch, so a CUDA graph can hold them; each shape must have run once
@@ -17,177 +17,25 @@ before it is captured, since Triton compiles at the first call. Triton is import
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from weightpath.errors import BadRequest, CannotRun
-from weightpath.kernels.triton.available import awq_refusal, awq_split, capability_of, refusal
+from weightpath.kernels.triton.available import awq_refusal, awq_split, refusal
+from weightpath.kernels.triton.operators import (
+    GEMV_ROWS,
+    awq_operator,
+    dequantize_operator,
+    int4_operator,
+    int8_operator,
+)
 
-GEMV_ROWS = 16
-"""Most rows of the kernels for few rows."""
-GEMM_ROWS = 256
-"""Most rows of the 4-bit tensor-core kernel; above, the weight is dequantized for cuBLAS."""
 KERNELS = ("gemv", "gemm", "dequantize")
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """x [..., K] as rows [M, K] whose columns are adjacent; copied only where they are not."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
-
-
-def _result(x: Tensor, n: int, out: torch.dtype) -> Tensor:
-    return torch.empty((*x.shape[:-1], n), dtype=out, device=x.device)
-
-
-def _multiply_int8(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: torch.dtype, kernel: str
-) -> Tensor:
-    y = _result(x, codes.shape[0], out)
-    if not y.numel():
-        return y
-    rows, flat = _flat(x), y.view(-1, codes.shape[0])
-    codes = codes if codes.stride(1) == 1 else codes.contiguous()
-    if kernel == "gemv" or (not kernel and rows.shape[0] <= GEMV_ROWS):
-        from weightpath.kernels.triton.int8_gemv import int8_gemv
-
-        int8_gemv(rows, codes, scale, bias, flat)
-    else:
-        from weightpath.kernels.triton.int8_gemm import int8_gemm
-
-        int8_gemm(rows, codes, scale, bias, flat)
-    return y
-
-
-def _multiply_int4(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    group_size: int,
-    out: torch.dtype,
-    kernel: str,
-) -> Tensor:
-    y = _result(x, n, out)
-    if not y.numel():
-        return y
-    rows, flat = _flat(x), y.view(-1, n)
-    group = 0 if scales.shape[1] == 1 else group_size
-    if kernel == "gemv" or (not kernel and rows.shape[0] <= GEMV_ROWS):
-        from weightpath.kernels.triton.int4_gemv import int4_gemv
-
-        int4_gemv(rows, codes, scales, zeros, bias, flat, group)
-    elif kernel == "gemm" or (not kernel and rows.shape[0] <= GEMM_ROWS):
-        from weightpath.kernels.triton.int4_gemm import int4_gemm
-
-        major = (capability_of(x.device) or (9, 0))[0]
-        int4_gemm(rows, codes, scales, zeros, bias, flat, group, wide=major not in (9, 10))
-    else:
-        weight = _dequantize(codes, scales, zeros, n, x.shape[-1], group_size, x.dtype)
-        product = linear(rows, weight, None if bias is None else bias.to(x.dtype))
-        y = product.to(out).view(y.shape)
-    return y
-
-
-def _multiply_awq(
-    x: Tensor,
-    weight: Tensor,
-    zeros: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-    split_k: int,
-) -> Tensor:
-    y = _result(x, weight.shape[0], x.dtype)
-    if not y.numel():
-        return y
-    from weightpath.kernels.triton.awq_kernel import awq_linear as run
-
-    rows, flat = _flat(x), y.view(-1, weight.shape[0])
-    run(rows, weight, zeros, scales, bias, flat, group_size, split_k)
-    return y
-
-
-def _dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    from weightpath.kernels.triton.dequantize import dequantize as run
-
-    weight = torch.empty((n, k), dtype=dtype, device=codes.device)
-    run(codes, scales, zeros, weight, 0 if scales.shape[1] == 1 else group_size)
-    return weight
-
-
-def _operator(name: str, function: Any) -> Any:
-    return torch.library.custom_op(
-        f"weightpath::{name}", function, mutates_args=(), device_types="cuda"
-    )
-
-
-_int8_operator = _operator("triton_int8_linear", _multiply_int8)
-_int4_operator = _operator("triton_int4_linear", _multiply_int4)
-_awq_operator = _operator("triton_awq_linear", _multiply_awq)
-_dequantize_operator = _operator("triton_dequantize", _dequantize)
-
-
-@_int8_operator.register_fake
-def _(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: torch.dtype, kernel: str
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out)
-
-
-@_int4_operator.register_fake
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    n: int,
-    group_size: int,
-    out: torch.dtype,
-    kernel: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n), dtype=out)
-
-
-@_awq_operator.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    zeros: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-    split_k: int,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@_dequantize_operator.register_fake
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    n: int,
-    k: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return codes.new_empty((n, k), dtype=dtype)
+_refused = cache(refusal)
+"""What a device answers once, it answers always."""
 
 
 def int8_linear(
@@ -203,14 +51,14 @@ def int8_linear(
     codes int8 [N, K]; scale fp32 [N]; bias [N] or None. kernel forces "gemv" (to GEMV_ROWS rows) or
     "gemm". CannotRun where the device cannot; BadRequest for tensors that do not fit.
     """
-    _require(x, codes, refusal(x.device))
+    _require(x, codes, _refused(x.device))
     wrong = None
     if codes.dtype != torch.int8 or codes.ndim != 2 or codes.shape[1] != x.shape[-1]:
         wrong = f"codes are {_said(codes)}, wanted int8 [N, {x.shape[-1]}]"
     elif scale.dtype != torch.float32 or scale.shape != codes.shape[:1]:
         wrong = f"scale is {_said(scale)}, wanted float32 [{codes.shape[0]}]"
     _require_fit("int8_linear", wrong, x, codes.shape[0], bias, kernel, KERNELS[:2])
-    return _int8_operator(x, codes, scale.contiguous(), bias, out_dtype or x.dtype, kernel)
+    return int8_operator(x, codes, scale.contiguous(), bias, out_dtype or x.dtype, kernel)
 
 
 def int4_linear(
@@ -231,11 +79,11 @@ def int4_linear(
     [out_features] or None. kernel forces one of KERNELS. CannotRun where the device cannot;
     BadRequest for tensors that do not fit.
     """
-    _require(x, codes, refusal(x.device))
+    _require(x, codes, _refused(x.device))
     wrong = _tiles_misfit(codes, scales, zeros, out_features, x.shape[-1], group_size, (4,))
     _require_fit("int4_linear", wrong, x, out_features, bias, kernel, KERNELS)
     out = out_dtype or x.dtype
-    return _int4_operator(x, codes, scales, zeros, bias, out_features, group_size, out, kernel)
+    return int4_operator(x, codes, scales, zeros, bias, out_features, group_size, out, kernel)
 
 
 def awq_linear(
@@ -262,7 +110,7 @@ def awq_linear(
     elif zeros.shape[0] != n or zeros.shape[1] * 8 < k // group_size:
         wrong = f"zeros are {_said(zeros)}, wanted int32 [{n}, {-(-k // group_size // 8)} or more]"
     _require_fit("awq_linear", wrong, x, n, bias, "", KERNELS)
-    return _awq_operator(x, weight, zeros, scales, bias, group_size, split)
+    return awq_operator(x, weight, zeros, scales, bias, group_size, split)
 
 
 def dequantize(
@@ -276,11 +124,11 @@ def dequantize(
 ) -> Tensor:
     """The weight [out_features, in_features] of gpu tiles in `dtype`: scale * (code - zero), in fp32,
     rounded once. codes of 4 bits as int4_linear's, or of 8: int32 [N/64, K/64, 4, 2, 32, 4]."""
-    _require(codes, scales, refusal(codes.device))
+    _require(codes, scales, _refused(codes.device))
     wrong = _tiles_misfit(codes, scales, zeros, out_features, in_features, group_size, (4, 8))
     if wrong is not None:
         raise BadRequest(f"dequantize: {wrong}; lay the weight out again with gpu_tiles")
-    return _dequantize_operator(codes, scales, zeros, out_features, in_features, group_size, dtype)
+    return dequantize_operator(codes, scales, zeros, out_features, in_features, group_size, dtype)
 
 
 def _said(tensor: Tensor) -> str:

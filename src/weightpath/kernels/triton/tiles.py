@@ -98,7 +98,7 @@ def _halves(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
-def _plain(words, zero, nibble: tl.constexpr):
+def nibbles(words, zero, nibble: tl.constexpr):
     """Nibble p of both halves minus the zero, fp32 [..., h]."""
     low = ((words >> (4 * nibble)) & 15) - zero
     high = ((words >> (4 * nibble + 16)) & 15) - zero
@@ -110,8 +110,8 @@ def expand(words, zero0, zero8, dtype: tl.constexpr, PLAIN: tl.constexpr):
     """Words int32 [...] and the zeros int32 of their rows g and g + 8, to code - zero of `dtype`
     (fp32 if PLAIN) [..., h, row half p & 1, column half p >> 1]."""
     if PLAIN:
-        first = tl.join(_plain(words, zero0, 0), _plain(words, zero8, 1))
-        second = tl.join(_plain(words, zero0, 2), _plain(words, zero8, 3))
+        first = tl.join(nibbles(words, zero0, 0), nibbles(words, zero8, 1))
+        second = tl.join(nibbles(words, zero0, 2), nibbles(words, zero8, 3))
     else:
         if dtype == tl.float16:
             less0 = FP16_LOW | (zero0 * 0x10001)
