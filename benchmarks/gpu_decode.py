@@ -152,7 +152,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     models: dict[str, GraphModel] = {}
     for kind in arguments.weights.split(","):
         weights = gpu_models.random_weights(shape, kind, arguments.head, layers, table)
-        models[kind] = GraphModel(weights)
+        models[kind] = GraphModel(weights, overlap=False)
         if arguments.overlap:
             models[f"{kind}+overlap"] = GraphModel(weights, overlap=True)
     for kind, model in models.items():

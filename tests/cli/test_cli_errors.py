@@ -128,7 +128,7 @@ TABLE = [
     ("run LOW --prompt x --min-p 2", "'--min-p'"),
     ("run LOW --prompt x --repetition-penalty 0", "'--repetition-penalty'"),
     ("run LOW --prompt x --temperature 1e-9", "use 0 (greedy), or 0.001"),
-    ("run LOW --prompt x --context 4", "and the context is 4"),
+    ("run LOW --prompt x --context 4 --no-cache", "and the context is 4"),
     ("run LOW --prompt x --context 99999", "the model takes 1 to"),
     ("serve NONE", "none: does not exist"),
     ("serve FLOAT", "holds float weights; quantize it first"),

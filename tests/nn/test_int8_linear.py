@@ -205,7 +205,7 @@ def test_backends_switch_without_a_copy_and_a_refusal_changes_nothing() -> None:
     module = Int8Linear.from_linear(linear())
     place = module.codes.data_ptr()
     assert module.kernel.name == "cpu"
-    assert next(name for name, _ in module.kernel.rejected) == "triton"
+    assert [name for name, _ in module.kernel.rejected][:2] == ["cuda", "triton"]
     assert module.set_backend("torch") == ""
     assert module.backend == "torch"
     with pytest.raises(CannotRun, match="Triton kernels run on CUDA"):

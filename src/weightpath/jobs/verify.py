@@ -111,9 +111,10 @@ def verify_folder(
 def load_candidate(
     folder: Path, dtype: torch.dtype, options: VerifyOptions, progress: Progress = no_progress
 ) -> Any:
-    """The low-bit model as options.engine says: on the native engine in the checkpoint's own dtype,
-    as `run` has it; on transformers' modules in `dtype`, so that only the weights' loss is seen.
+    """The low-bit model as options.engine says, read from its own files, nothing kept beside them.
 
+    On the native engine in the checkpoint's own dtype, as `run` has it; on transformers' modules in
+    `dtype`, so that only the weights' loss is seen.
     Where "auto" finds that the native engine does not take the model, its note says why.
     """
     wanted, note = options.engine, ""
@@ -122,7 +123,7 @@ def load_candidate(
     if wanted != "transformers":
         model = load(
             folder, options.device, None, options.backend, options.activation_bits, progress,
-            wanted, options.kv_cache,
+            wanted, options.kv_cache, cache=False,
         )  # fmt: skip
         about: Any = model.weightpath
         if about.native is not None:

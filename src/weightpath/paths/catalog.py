@@ -35,6 +35,11 @@ _CPU_KERNEL = (
     "the fastest that this CPU has"
 )
 
+_GPU_KERNEL = (
+    "weightpath's CUDA kernels, compiled at the first call, or its Triton ones; below compute "
+    "capability 8.0 plain torch"
+)
+
 _SELECTOR = "the selector's authors: Xeon 8480C, 24 threads, a 1.7 B model, batch 1"
 _SHEET = "the project's GPU sheet: one H200, bf16, g128, CUDA graphs, cold L2"
 
@@ -158,7 +163,9 @@ def _low_bit(
         vllm=vllm,
         rationale=rationale,
         built_by=_build_command(scheme),
-        kernels=REFERENCE_KERNEL if compiled is None else compiled + _OTHERWISE,
+        kernels=REFERENCE_KERNEL
+        if compiled is None
+        else compiled + ("" if compiled == _GPU_KERNEL else _OTHERWISE),
         native_kernel=compiled is not None,
         dtype=dtype,
         engine_environment=engine_environment,
@@ -285,6 +292,7 @@ CATALOG: tuple[WeightPath, ...] = (
         "read; the source left 4-bit on GPUs to a separate question, and this is the answer",
         needs.turing,
         vllm=True,
+        compiled=_GPU_KERNEL,
         notes=("vLLM runs it with Marlin, or Machete on compute capability 9.0",),
         claims=(
             f"(28672, 4096) at one row: bf16 59.1 µs, tinygemm 34.4, Humming 23.4 ({_SHEET})",
@@ -298,6 +306,7 @@ CATALOG: tuple[WeightPath, ...] = (
         "bits; the source left low-bit on GPUs open, and this is the answer where fidelity leads",
         needs.turing,
         vllm=True,
+        compiled=_GPU_KERNEL,
         notes=("vLLM runs it with Marlin and rounds the fp32 scales to the model's dtype",),
     ),
     _float(

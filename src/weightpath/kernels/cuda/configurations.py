@@ -52,7 +52,9 @@ def mma_for(rows: int, out_features: int, bits: int, multiprocessors: int) -> Mm
         if bits == 8:
             return Mma(held, 2, 1, 8, 3, 1, 1) if few else Mma(held, 4, 1, 4, 2, 1, 3)
         if few:
-            return Mma(held, 2, 1, 8, 2, 4, 1) if held <= 4 else Mma(held, 2, 1, 8, 3, 2, 1)
+            one_turn = out_features <= 32 * multiprocessors  # a block of 32 rows each
+            deep = Mma(held, 2, 1, 8, 2, 4, 1) if one_turn else Mma(held, 2, 1, 8, 3, 2, 2)
+            return deep if held <= 4 else Mma(held, 2, 1, 8, 3, 2, 1)
         return Mma(held, 4, 1, 4, 2, 2, 4)
     if rows <= 16:
         if bits == 8:
@@ -73,8 +75,9 @@ WGMMA_KINDS: dict[tuple[int, int, int], tuple[float, int]] = {
 }
 """(groups, tokens, blocks a multiprocessor) -> microseconds for a block of 64 columns with every place
 taken, and stages. Fitted to the sweep of 4-bit products on an H200 in docs/experiments.md."""
-SPLIT_COSTS = {1: 3.0, 2: 5.0, 4: 6.0, 8: 12.0}
-"""split -> microseconds of a launch beside its blocks of columns, from the same sweep."""
+SPLIT_COSTS = {1: (3.0, 1.0), 2: (5.0, 1.0), 4: (6.0, 0.85), 8: (12.0, 0.75)}
+"""split -> microseconds of a launch beside its blocks of columns, and the share of the places that
+clusters of so many blocks can take at once (32 clusters of 4 did not fit 132); the same sweep."""
 
 
 def wgmma_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Wgmma:
@@ -83,10 +86,11 @@ def wgmma_for(rows: int, out_features: int, in_features: int, multiprocessors: i
     best, least = Wgmma(2, 256, 4, 1, 1, 1), float("inf")
     for (groups, tokens, resident), (time, stages) in WGMMA_KINDS.items():
         tiles = -(-out_features // (64 * groups)) * -(-rows // tokens)
-        for split, start in SPLIT_COSTS.items():
-            if split > 1 and (tokens == 256 or tiles * split > multiprocessors * resident):
+        for split, (start, share) in SPLIT_COSTS.items():
+            places = int(multiprocessors * resident * share)
+            if split > 1 and (tokens == 256 or tiles * split > places):
                 continue
-            turns = -(-tiles * split // (multiprocessors * resident))
+            turns = -(-tiles * split // places)
             estimate = start + turns * -(-chunks // split) * time
             if estimate < least:
                 best, least = Wgmma(groups, tokens, stages, split, 1, resident), estimate
