@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightpath.engine.graph_weights import DecoderWeights, LayerWeights
-from weightpath.kernels.step import AttentionShape
+from weightpath.kernels.step_records import AttentionShape
 from weightpath.nn.int4_linear import Int4Linear
 from weightpath.nn.int8_linear import Int8Linear
 from weightpath.scheme import Scheme

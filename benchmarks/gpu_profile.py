@@ -12,7 +12,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from weightpath.engine.graph import GraphModel
-from weightpath.kernels.step import Rows, StepKernels
+from weightpath.kernels.step import StepKernels
+from weightpath.kernels.step_records import Rows
 
 SHOWN = 16
 

@@ -11,7 +11,8 @@ from step_inputs import SHAPES, Source, copied, far, queries, rotary, rows
 from tiny_checkpoint import build_model
 from weightpath.engine.graph import GraphModel
 from weightpath.kernels import step_plain
-from weightpath.kernels.step import Rows, step_kernels
+from weightpath.kernels.step import step_kernels
+from weightpath.kernels.step_records import Rows
 from weightpath.kernels.triton_step import attention
 from weightpath.nn.swap import quantize_model, set_backend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weightpath.kernels.step import AttentionShape, Rotary, Rows
+from weightpath.kernels.step_records import AttentionShape, Rotary, Rows
 
 POSITIONS = (0, 5, 70, 199)
 CAPACITIES = (16, 8, 96, 200)

@@ -7,7 +7,8 @@ import torch
 from step_inputs import SHAPES, Source, copied, far, queries, rotary, rows
 
 from weightpath.kernels import step, step_plain
-from weightpath.kernels.step import Rows, step_kernels
+from weightpath.kernels.step import step_kernels
+from weightpath.kernels.step_records import Rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -27,7 +27,8 @@ from weightpath.engine.graph_support import refusal
 from weightpath.engine.graph_weights import DecoderWeights, rotary_tables, weights_of
 from weightpath.engine.session import check_room
 from weightpath.errors import BadRequest, CannotRun
-from weightpath.kernels.step import Rows, overlap_refusal, step_kernels
+from weightpath.kernels.step import overlap_refusal, step_kernels
+from weightpath.kernels.step_records import Rows
 
 CHUNK = 2048
 """Prompt tokens of one eager pass."""

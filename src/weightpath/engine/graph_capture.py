@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightpath.kernels.step import Rows
+from weightpath.kernels.step_records import Rows
 
 Step = Callable[[Rows, Tensor], Tensor]
 """step(rows, bad) -> logits [B, vocabulary]."""

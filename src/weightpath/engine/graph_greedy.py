@@ -7,21 +7,34 @@ host looks every BURST steps; what a sequence made after its end is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from weightpath.engine.graph_capture import MOST_ROWS
+from weightpath.engine.graph_capture import MOST_ROWS, StepRunner
+from weightpath.engine.graph_weights import DecoderWeights
 from weightpath.engine.sampling import NOT_FINITE, Sampler
+from weightpath.engine.session import Session
 from weightpath.engine.stream import check_prompt
 from weightpath.errors import BadRequest, CannotRun
 
-if TYPE_CHECKING:
-    from weightpath.engine.graph import GraphModel, GraphSession
-
 BURST = 16
+
+
+class Stepping(Protocol):
+    """What a burst needs of GraphModel."""
+
+    device: torch.device
+    weights: DecoderWeights
+
+    def session(self, context: int | None = None) -> Any: ...
+
+    def loaded(self, sessions: Sequence[Any], tokens: Sequence[int], steps: int) -> StepRunner: ...
+
+    def on_device(self) -> AbstractContextManager[Any]: ...
 
 
 @dataclass
@@ -29,13 +42,13 @@ class _Running:
     """A sequence in its row. reply: ids picked, the last of them not in the session yet."""
 
     index: int
-    session: GraphSession
+    session: Session
     reply: list[int]
     most: int
 
 
 def greedy(
-    model: GraphModel,
+    model: Stepping,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     stop_tokens: Sequence[int],
@@ -63,7 +76,7 @@ def greedy(
     return [replies[index] for index in range(len(prompts))]
 
 
-def _started(model: GraphModel, index: int, prompt: Sequence[int], most: int) -> _Running:
+def _started(model: Stepping, index: int, prompt: Sequence[int], most: int) -> _Running:
     """A prompt run through, and its first token."""
     most = min(most, model.weights.longest - len(prompt))
     session = model.session(len(prompt) + most)
@@ -72,7 +85,7 @@ def _started(model: GraphModel, index: int, prompt: Sequence[int], most: int) ->
 
 
 @torch.inference_mode()
-def _burst(model: GraphModel, live: Sequence[_Running], stops: set[int]) -> None:
+def _burst(model: Stepping, live: Sequence[_Running], stops: set[int]) -> None:
     """Up to BURST steps of all rows, with no look from the host between."""
     steps = min(BURST, min(one.most - len(one.reply) for one in live))
     with model.on_device():

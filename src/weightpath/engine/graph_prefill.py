@@ -12,8 +12,9 @@ from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from weightpath.engine.graph_step import widths
 from weightpath.engine.graph_weights import DecoderWeights, LayerWeights, product, products
-from weightpath.kernels.step import Rotary, StepKernels
+from weightpath.kernels.step import StepKernels
 from weightpath.kernels.step_plain import heads_rotated
+from weightpath.kernels.step_records import Rotary
 
 
 def prefill(

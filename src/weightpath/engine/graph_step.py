@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from weightpath.engine.graph_weights import DecoderWeights, product, products
-from weightpath.kernels.step import Rotary, Rows, StepKernels
+from weightpath.kernels.step import StepKernels
+from weightpath.kernels.step_records import Rotary, Rows
 
 
 def decode_step(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from weightpath.engine import native_support
 from weightpath.engine.graph_join import Products, join
-from weightpath.kernels.step import AttentionShape, Rotary
+from weightpath.kernels.step_records import AttentionShape, Rotary
 
 
 @dataclass(frozen=True)

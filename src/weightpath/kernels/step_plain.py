@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from weightpath.kernels.step import AttentionShape, Rotary, Rows
+from weightpath.kernels.step_records import AttentionShape, Rotary, Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -76,6 +76,20 @@ def test_every_configuration_fits_the_shared_memory(kind: tuple[int, int, bool])
         assert which.blocks * tiles_linear.shared_bytes(settings, which) <= SHARED_A_BLOCK
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_configurations_shrink_to_the_shared_memory_of_smaller_gpus(
+    kind: tuple[int, int, bool],
+) -> None:
+    tiles, limit = tiles_of(*kind), 99 << 10
+    for which in configurations(kind[0]):
+        if isinstance(which, Mma):
+            small = tiles_linear.fitted(which, tiles, torch.bfloat16, limit)
+            settings = tiles_linear.settings_of(tiles, torch.bfloat16, small)
+            assert tiles_linear.shared_bytes(settings, small) <= limit
+            assert small.stages >= 2
+            assert tiles_linear.fitted(which, tiles, torch.bfloat16, SHARED_A_BLOCK) == which
+
+
 @needs_compiler
 def test_a_damaged_kept_kernel_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ later), more to tiles_wgmma.cu (sm_90), or, where that cannot run, in passes of 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -133,8 +134,23 @@ def _configured(x: Tensor, tiles: GpuTiles) -> Mma | Wgmma:
     multiprocessors, architecture = _machine(x.get_device())
     n, k = tiles.out_features, tiles.in_features
     if x.shape[0] <= MOST_MMA_ROWS or architecture != HOPPER:
-        return mma_for(x.shape[0], n, tiles.bits, multiprocessors)
+        chosen = mma_for(x.shape[0], n, tiles.bits, multiprocessors)
+        limit = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        return fitted(chosen, tiles, x.dtype, limit)
     return wgmma_for(x.shape[0], n, k, multiprocessors)
+
+
+def fitted(chosen: Mma, tiles: GpuTiles, dtype: torch.dtype, limit: int) -> Mma:
+    """The configuration with fewer stages, then fewer warps along K, until a block takes no more than
+    `limit` bytes of shared memory (227 KiB on sm_90, 99 on sm_86 and sm_89)."""
+    while shared_bytes(settings_of(tiles, dtype, chosen), chosen) > limit:
+        if chosen.stages > 2:
+            chosen = replace(chosen, stages=chosen.stages - 1)
+        elif chosen.warps_k > 1:
+            chosen = replace(chosen, warps_k=chosen.warps_k // 2)
+        else:
+            chosen = replace(chosen, row_tiles=1, blocks_a_step=1)
+    return chosen
 
 
 def settings_of(tiles: GpuTiles, dtype: torch.dtype, configuration: Mma | Wgmma) -> dict[str, int]:

@@ -1,19 +1,17 @@
 // out[m, n] = sum_k x[m, k] w[n, k] + bias[n] for many rows of x, on Hopper's wgmma (sm_90a).
 //
-// Weights are the left operand, in registers: GROUPS warpgroups of 64 of their rows each, by
-// COLUMNS rows of x, which lie in shared memory. Four more warps copy x (a tensor map: 128-byte swizzle, zeros
+// Weights are the left operand, in registers: GROUPS warpgroups of 64 of their rows each, by COLUMNS
+// rows of x, which lie in shared memory. Four more warps copy x (a tensor map: 128-byte swizzle, zeros
 // beyond the matrix), codes, scales and zeros, STAGES blocks of 64 columns ahead. While one block's
-// products run, the next one's codes are unpacked and scaled; the warpgroups fill each other's
-// waits. SPLIT > 1: a cluster of so many blocks shares the columns of a tile, adds its partial sums
-// through distributed shared memory in a fixed order. SPLIT = 1: blocks take tile after tile, the
-// copying warps already at the next one's.
+// products run, the next one's codes are unpacked and scaled; the warpgroups fill each other's waits.
 //
-// SHARE > 1: a cluster of so many
-// tiles of the weight copies each part of x once, for all of them.
+// SPLIT > 1: a cluster of so many blocks divides the columns of a tile and adds its partial sums
+// through distributed shared memory, in a fixed order. SPLIT = 1: blocks take tile after tile, the
+// copying warps already at the next one's. SHARE > 1: a cluster of so many tiles of the weight copies
+// each part of x once, for all of them.
 //
-// Set by the compile call beside common.cuh's: GROUPS, COLUMNS, STAGES, SPLIT, SHARE,
-// BLOCKS. WGMMA(d, a, descriptor)
-// is generated in tiles_linear.py, since its text lists COLUMNS / 2 registers.
+// Set by the compile call beside common.cuh's: GROUPS, COLUMNS, STAGES, SPLIT, SHARE, BLOCKS. The
+// macro WGMMA(d, a, descriptor) is generated in tiles_linear.py, since it lists COLUMNS / 2 registers.
 
 #define ROWS (64 * GROUPS)  // of the weight a tile
 #define CODE_BYTES (BITS * 8 * ROWS)

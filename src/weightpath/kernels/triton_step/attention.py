@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weightpath.kernels.step import AttentionShape, Rotary, Rows
+from weightpath.kernels.step_records import AttentionShape, Rotary, Rows
 from weightpath.kernels.triton_step import interpreted
 
 BLOCK = 32

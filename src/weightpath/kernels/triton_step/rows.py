@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language import constexpr
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from weightpath.kernels.step import Rows
+from weightpath.kernels.step_records import Rows
 
 SILU_BLOCK = 1024
 PICK_BLOCK = 2048
