@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weightpath.errors import CannotRun
 
+MOST_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT = 128, 64
@@ -48,6 +49,16 @@ def _check(status: int, what: str) -> None:
         raise CannotRun(
             f"CUDA: {what} failed with {status}, {said}; use the triton or torch kernels"
         )
+
+
+@cache
+def most_shared(index: int) -> int:
+    """Bytes of shared memory that a block can ask for on a device, by torch's number of it."""
+    device, found = ctypes.c_int(), ctypes.c_int()
+    _check(_cuda().cuDeviceGet(ctypes.byref(device), index), f"device {index}")
+    status = _cuda().cuDeviceGetAttribute(ctypes.byref(found), MOST_SHARED, device)
+    _check(status, f"the shared memory of device {index}")
+    return found.value
 
 
 def load(cubin: bytes, name: str, shared: int) -> Function:

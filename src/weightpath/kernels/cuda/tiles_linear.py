@@ -135,8 +135,7 @@ def _configured(x: Tensor, tiles: GpuTiles) -> Mma | Wgmma:
     n, k = tiles.out_features, tiles.in_features
     if x.shape[0] <= MOST_MMA_ROWS or architecture != HOPPER:
         chosen = mma_for(x.shape[0], n, tiles.bits, multiprocessors)
-        limit = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-        return fitted(chosen, tiles, x.dtype, limit)
+        return fitted(chosen, tiles, x.dtype, driver.most_shared(x.get_device()))
     return wgmma_for(x.shape[0], n, k, multiprocessors)
 
 
