@@ -133,7 +133,7 @@ TABLE = [
     ("serve NONE", "none: does not exist"),
     ("serve FLOAT", "holds float weights; quantize it first"),
     ("serve LOW --host no.such.host.invalid", "use another --port or --host"),
-    ("serve LOW --port 0 --context 99999", "the model takes 1 to"),
+    ("serve LOW --port 0 --context 99999 --no-cache", "the model takes 1 to"),
     ("run LOW --prompt x --max-tokens 0 --no-cache", "'--max-tokens'"),
     ("run LOW --prompt x --temperature -1 --no-cache", "'--temperature'"),
     ("run LOW --prompt x --temperature nan --no-cache", "'--temperature'"),
