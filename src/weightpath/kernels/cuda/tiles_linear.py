@@ -23,6 +23,8 @@ X_ALIGNMENT = 16
 """Bytes: of x's address and row stride, since rows are copied 16 bytes at a time."""
 OLDEST = (8, 0)
 HOPPER = "sm_90a"
+EARLIEST = (9, 0)
+"""The first compute capability with programmatic dependent launch."""
 EARLY = True
 """Whether a launch may start, copying weights, before the kernel before it has ended (sm_90 on)."""
 
@@ -52,8 +54,9 @@ def linear(
 ) -> Tensor:
     """y [..., N] in `out` (x's dtype, or fp32) for x [..., K] bf16 or fp16; bias [N].
 
-    configuration: one kernel by its settings, else that of the shape. BadRequest for x of another
-    dtype or width.
+    configuration: one kernel by its settings, else that of the shape. The weight may be read before
+    the kernel ahead in the stream has ended: who has just written it synchronizes first. BadRequest
+    for x of another dtype or width.
     """
     if x.dtype not in DTYPES:
         raise BadRequest(f"activations are {x.dtype}; the CUDA kernels take bf16 and fp16")
@@ -245,7 +248,7 @@ def _run(
     x: Tensor, tiles: GpuTiles, bias: Tensor | None, y: Tensor, configuration: Mma | Wgmma
 ) -> None:
     c, index = configuration, x.get_device()
-    early = EARLY and _machine(index)[1] >= "sm_90"
+    early = EARLY and torch.cuda.get_device_capability(index) >= EARLIEST
     settings = {**settings_of(tiles, x.dtype, c), "EARLY": int(early)}
     function = _function(tuple(settings.items()), c, index)
     m, n = x.shape[0], tiles.out_features
