@@ -189,7 +189,7 @@ def test_a_graph_cannot_be_captured_on_the_cpu_and_a_model_it_does_not_take_is_r
 ) -> None:
     with pytest.raises(CannotRun, match="this model is on cpu"):
         GraphModel.of(build_model("llama"), capture=True)
-    with pytest.raises(CannotRun, match="Triton kernels run on CUDA; this model is on cpu"):
+    with pytest.raises(CannotRun, match="Triton kernels run on CUDA; this layer is on cpu"):
         GraphModel.of(build_model("llama"), kernels="triton")
     with pytest.raises(CannotRun, match="overlap is of Triton kernels on CUDA, not of plain ones"):
         GraphModel.of(build_model("llama"), overlap=True)

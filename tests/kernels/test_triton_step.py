@@ -55,7 +55,7 @@ def test_the_package_and_its_engines_are_imported_and_run_without_triton() -> No
 
 
 def test_triton_is_refused_in_words_where_there_is_no_gpu() -> None:
-    with pytest.raises(CannotRun, match="Triton kernels run on CUDA; this model is on cpu"):
+    with pytest.raises(CannotRun, match="Triton kernels run on CUDA; this layer is on cpu"):
         step_kernels(torch.device("cpu"), "triton")
 
 

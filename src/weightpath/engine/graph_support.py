@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weightpath.engine.native_support import family_refusal, linears, shape_refusal
-from weightpath.kernels.step import triton_refusal
+from weightpath.kernels.triton import available
 from weightpath.nn.gathered_linear import GatheredLinear
 from weightpath.nn.joined_linear import JoinedLinear
 from weightpath.nn.low_bit_linear import LowBitLinear
@@ -30,7 +30,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     if table.dtype not in DTYPES:
         return f"its embedding is {table.dtype}; wanted bf16, fp16 or fp32"
     if table.device.type == "cuda":
-        reason = triton_refusal(table.device)
+        reason = available.refusal(table.device)
         if reason is not None:
             return reason
     for place, module in linears(model).items():

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels.step_records import AttentionShape, Rotary, Rows
+from weightpath.kernels.triton.available import refusal
 
 KINDS = ("triton", "plain")
-CAPABILITY = (8, 0)
-"""The oldest GPU with bf16 products: Ampere."""
 OVERLAPPING = (9, 0)
 """The oldest with programmatic dependent launch: Hopper."""
 
@@ -43,20 +42,6 @@ class StepKernels:
     silu_times: Callable[[Tensor, Tensor], Tensor]
     attend: Callable[[Tensor, Tensor, Tensor, Rows, int, Rotary, AttentionShape], Tensor]
     pick: Callable[[Tensor, Rows, Tensor], None]
-
-
-def triton_refusal(device: torch.device) -> str | None:
-    """Why the Triton kernels of a step do not run on this device, as a sentence, or None."""
-    if device.type != "cuda":
-        return f"Triton kernels run on CUDA; this model is on {device.type}"
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}; wanted 8.0"
-    try:
-        import triton  # noqa: F401
-    except ImportError as missing:
-        return f"Triton is not installed ({missing}); pip install triton"
-    return None
 
 
 def overlap_refusal(device: torch.device, kernels: str) -> str | None:
@@ -92,7 +77,7 @@ def step_kernels(
     from weightpath.kernels.triton_step import interpreted
 
     if not interpreted():
-        reason = triton_refusal(device)
+        reason = refusal(device)
         if reason is not None:
             raise CannotRun(f"step kernels: {reason}")
     from weightpath.kernels.triton_step import attention, rows

@@ -178,8 +178,7 @@ class LowBitLinear(nn.Module, ABC):
             elif held != wanted and wanted == "GPU tiles":
                 self._hold_gpu(self._to_gpu_tiles())
             done = "" if held == wanted else f"{held} to {wanted}"
-            wants_tiles = wanted == "CPU tiles"
-            self._few_rows = cpu.fewest_torch_rows() if wants_tiles else 0
+            self._few_rows = cpu.fewest_torch_rows() if wanted == "CPU tiles" else 0
             self._ready = True
             return done
 

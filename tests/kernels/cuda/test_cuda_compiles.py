@@ -11,11 +11,13 @@ import torch
 from weightpath.errors import BadRequest, CannotRun
 from weightpath.kernels.choose import Layer, choose
 from weightpath.kernels.cuda import compiler, tiles_linear
-from weightpath.kernels.cuda.configurations import SHARED_A_BLOCK, Mma, Wgmma, mma_for, wgmma_for
+from weightpath.kernels.cuda.configurations import Mma, Wgmma, mma_for, wgmma_for
 from weightpath.layouts import gpu_tiles
 from weightpath.scheme import INT8, Scheme
 
 SHAPES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (576, 1536)]
+HOPPER_SHARED = 227 << 10
+"""Bytes of shared memory that a block can have on sm_90."""
 ROWS = (1, 2, 4, 5, 8, 16, 17, 32, 48, 64, 100, 128, 256, 512, 1024, 2048, 4096)
 KINDS = [(4, 32, False), (4, 128, False), (4, 64, True), (4, 0, True), (8, 0, False)]
 
@@ -73,7 +75,7 @@ def test_kernels_for_few_rows_compile_before_and_after_hopper(
 def test_every_configuration_fits_the_shared_memory(kind: tuple[int, int, bool]) -> None:
     for which in configurations(kind[0]):
         settings = tiles_linear.settings_of(tiles_of(*kind), torch.bfloat16, which)
-        assert which.blocks * tiles_linear.shared_bytes(settings, which) <= SHARED_A_BLOCK
+        assert which.blocks * tiles_linear.shared_bytes(settings, which) <= HOPPER_SHARED
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -87,7 +89,7 @@ def test_configurations_shrink_to_the_shared_memory_of_smaller_gpus(
             settings = tiles_linear.settings_of(tiles, torch.bfloat16, small)
             assert tiles_linear.shared_bytes(settings, small) <= limit
             assert small.stages >= 2
-            assert tiles_linear.fitted(which, tiles, torch.bfloat16, SHARED_A_BLOCK) == which
+            assert tiles_linear.fitted(which, tiles, torch.bfloat16, HOPPER_SHARED) == which
 
 
 @needs_compiler

@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_MMA_ROWS = 32
-SHARED_A_BLOCK = 232_448
-"""Bytes of shared memory that a block can have on sm_90; 166,912 on sm_80."""
 
 
 @dataclass(frozen=True)
 class Mma:
     """tiles_mma.cu: `rows` of x a block, row_tiles (R) of 16 weight rows a warp, WN x WK warps,
-    steps of one or two blocks of 64 columns, stages of them ahead, blocks a multiprocessor."""
+    steps of 1, 2 or 4 blocks of 64 columns, stages of them ahead, blocks a multiprocessor."""
 
     rows: int
     row_tiles: int
@@ -33,14 +31,13 @@ class Mma:
 
 @dataclass(frozen=True)
 class Wgmma:
-    """tiles_wgmma.cu: `tokens` of x by 64 * groups rows of the weight a tile; `split` blocks divide
-    its columns, `share` tiles beside one another copy x once."""
+    """tiles_wgmma.cu: `tokens` of x by 64 * groups rows of the weight a tile, whose columns `split`
+    blocks divide; stages of 64 columns ahead, blocks a multiprocessor."""
 
     groups: int
     tokens: int
     stages: int
     split: int
-    share: int
     blocks: int
 
 
@@ -83,7 +80,7 @@ clusters of so many blocks can take at once (32 clusters of 4 did not fit 132); 
 def wgmma_for(rows: int, out_features: int, in_features: int, multiprocessors: int) -> Wgmma:
     """The kernel for any number of rows of x on sm_90: the one with the lowest estimate."""
     chunks = (in_features + 63) // 64
-    best, least = Wgmma(2, 256, 4, 1, 1, 1), float("inf")
+    best, least = Wgmma(2, 256, 4, 1, 1), float("inf")
     for (groups, tokens, resident), (time, stages) in WGMMA_KINDS.items():
         tiles = -(-out_features // (64 * groups)) * -(-rows // tokens)
         for split, (start, share) in SPLIT_COSTS.items():
@@ -93,5 +90,5 @@ def wgmma_for(rows: int, out_features: int, in_features: int, multiprocessors: i
             turns = -(-tiles * split // places)
             estimate = start + turns * -(-chunks // split) * time
             if estimate < least:
-                best, least = Wgmma(groups, tokens, stages, split, 1, resident), estimate
+                best, least = Wgmma(groups, tokens, stages, split, resident), estimate
     return best

@@ -222,7 +222,6 @@ def program(
         "COLUMNS": c.tokens,
         "STAGES": c.stages,
         "SPLIT": c.split,
-        "SHARE": c.share,
         "BLOCKS": c.blocks,
     }
     instruction = _wgmma_instruction(c.tokens, bool(settings["BF16"]))
@@ -264,9 +263,8 @@ def _run(
         arguments = [*weight, *own, *map(ctypes.c_int, integers)]
         driver.launch(function, grid, 32 * c.warps_n * c.warps_k, arguments, early)
         return
-    units, cluster = -(-n // (64 * c.groups * c.share)) * -(-m // c.tokens), c.split * c.share
-    most = _machine(index)[0] * c.blocks // cluster
-    grid = (cluster * (units if c.split > 1 else min(units, most)), 1)
-    own = [driver.tensor_map(x, c.tokens // c.share), driver.pointer(bias), driver.pointer(y)]
+    count = -(-n // (64 * c.groups)) * -(-m // c.tokens)
+    grid = (c.split * count if c.split > 1 else min(count, _machine(index)[0] * c.blocks), 1)
+    own = [driver.tensor_map(x, c.tokens), driver.pointer(bias), driver.pointer(y)]
     arguments = [*weight, *own, *map(ctypes.c_int, [m, n, *numbers])]
     driver.launch(function, grid, 128 * (c.groups + 1), arguments, early)

@@ -7,10 +7,9 @@
 //
 // SPLIT > 1: a cluster of so many blocks divides the columns of a tile and adds its partial sums
 // through distributed shared memory, in a fixed order. SPLIT = 1: blocks take tile after tile, the
-// copying warps already at the next one's. SHARE > 1: a cluster of so many tiles of the weight copies
-// each part of x once, for all of them.
+// copying warps already at the next one's.
 //
-// Set by the compile call beside common.cuh's: GROUPS, COLUMNS, STAGES, SPLIT, SHARE, BLOCKS. The
+// Set by the compile call beside common.cuh's: GROUPS, COLUMNS, STAGES, SPLIT, BLOCKS. The
 // macro WGMMA(d, a, descriptor) is generated in tiles_linear.py, since it lists COLUMNS / 2 registers.
 
 #define ROWS (64 * GROUPS)  // of the weight a tile
@@ -26,7 +25,6 @@
 // Registers that the copying warps leave to the others, where those need them.
 #define MOVE_REGISTERS (GROUPS == 2 && (COLUMNS == 256 || (COLUMNS >= 64 && BLOCKS == 2)))
 #define THREADS (128 * (GROUPS + 1))
-#define CLUSTER (SPLIT * SHARE)
 #define M_TILES_TOGETHER 8  // tiles of x that are taken in turns, so that they stay in the L2 cache
 
 struct __align__(64) TensorMap {
@@ -39,13 +37,6 @@ static __device__ __forceinline__ void barrier_init(u32 barrier, int count) {
 
 static __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// The same barrier of another block of the cluster.
-static __device__ __forceinline__ void barrier_arrive_at(u32 barrier, int block) {
-  asm volatile(
-      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
 }
 
 static __device__ __forceinline__ void barrier_expect(u32 barrier, int bytes) {
@@ -64,17 +55,10 @@ static __device__ __forceinline__ void copy_bulk(u32 to, const void* from, int b
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// A box of x to this block, or to all those of `blocks`, a mask, at the same place in each.
-static __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u16 blocks) {
-#if SHARE > 1
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
-#else
+static __device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-#endif
 }
 
 static __device__ __forceinline__ void cluster_sync() {
@@ -153,8 +137,8 @@ static __device__ __forceinline__ void keep(float (&d)[SUMS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT, 1, 1)
 #endif
 tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u8* __restrict__ zeros,
             const __grid_constant__ TensorMap x, const u16* __restrict__ bias, void* __restrict__ out,
@@ -166,29 +150,23 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
   const u32 empty = full + 8 * STAGES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int m_tiles = (m_all + COLUMNS - 1) / COLUMNS, blocks64 = (n_all + 63) / 64;
-  // SHARE tiles beside one another make one unit of work, of a cluster that shares each copy of x.
-  const int n_units = ((blocks64 + GROUPS - 1) / GROUPS + SHARE - 1) / SHARE, units = n_units * m_tiles;
-  int in_cluster = 0;
-#if CLUSTER > 1
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(in_cluster));
+  const int n_tiles = (blocks64 + GROUPS - 1) / GROUPS, tiles = n_tiles * m_tiles;
+  int rank = 0;
+#if SPLIT > 1
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
-  const int rank = in_cluster / SHARE, sharer = in_cluster % SHARE;
   const int first_chunk = rank * chunks / SPLIT, mine = (rank + 1) * chunks / SPLIT - first_chunk;
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + 8 * s, COPYING_WARPS);
-      barrier_init(empty + 8 * s, 4 * GROUPS * SHARE);
+      barrier_init(empty + 8 * s, 4 * GROUPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-#if SHARE > 1
-  cluster_sync();
-#else
   __syncthreads();
-#endif
   let_kernels_after_start();
-  const int step = gridDim.x / CLUSTER;
+  const int step = gridDim.x / SPLIT;
 
   if (warp >= 4 * GROUPS) {
     // Four copying warps: x, codes, scales, zeros. One thread of each issues its copies.
@@ -206,17 +184,15 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
       const auto next = [&]() {
         if (++s == STAGES) s = 0, ++turn;
       };
-      for (int unit = blockIdx.x / CLUSTER; unit < units; unit += step) {
+      for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
         int m_tile, n_tile;
-        place_of(unit, m_tiles, n_units, m_tile, n_tile);
-        n_tile = n_tile * SHARE + sharer;
+        place_of(tile, m_tiles, n_tiles, m_tile, n_tile);
         const auto block_of = [&](int half) { return (u64)min(n_tile * GROUPS + half, blocks64 - 1); };
         if (role == 0) {
           wait_for_kernels_before();
           for (int i = 0; i < mine; ++i, next()) {
             const u32 to = free_stage(X_BYTES);
-            copy_box(to + sharer * (X_BYTES / SHARE), &x, (first_chunk + i) * 64,
-                     m_tile * COLUMNS + sharer * (COLUMNS / SHARE), full + 8 * s, (u16)(((1 << SHARE) - 1) << rank * SHARE));
+            copy_box(to, &x, (first_chunk + i) * 64, m_tile * COLUMNS, full + 8 * s);
           }
         } else if (role == 1) {
           const u8* from[GROUPS];
@@ -261,10 +237,9 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
 #endif
   [[maybe_unused]] const int half = warp >> 2, part = warp & 3, g = lane >> 2, q = lane & 3;
   int at = 0;
-  for (int unit = blockIdx.x / CLUSTER; unit < units; unit += step) {
+  for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += step) {
     int m_tile, n_tile;
-    place_of(unit, m_tiles, n_units, m_tile, n_tile);
-    n_tile = n_tile * SHARE + sharer;
+    place_of(tile, m_tiles, n_tiles, m_tile, n_tile);
     const int m0 = m_tile * COLUMNS, block = n_tile * GROUPS + half;
     u32 zero_pair = 8 << 8 | 8;
 #if GROUP == 0 && ASYM
@@ -279,11 +254,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
     const auto wait_full = [&](int i) { barrier_wait(full + 8 * ((at + i) % STAGES), ((at + i) / STAGES) & 1); };
     const auto release = [&](int i) {
       const u32 barrier = empty + 8 * ((at + i) % STAGES);
-#if SHARE > 1
-      if (lane < SHARE) barrier_arrive_at(barrier, rank * SHARE + lane);
-#else
       if (lane == 0) barrier_arrive(barrier);
-#endif
     };
     if (mine) {
       wait_full(0);
@@ -328,7 +299,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
 #pragma unroll
       for (int other = 0; other < SPLIT; ++other) {
         u32 remote;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(base + (u32)(column * (ROWS + 4) + four) * 4), "r"(other * SHARE + sharer));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(base + (u32)(column * (ROWS + 4) + four) * 4), "r"(other));
         asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(parts[other].x), "=f"(parts[other].y), "=f"(parts[other].z), "=f"(parts[other].w)
                      : "r"(remote) : "memory");
@@ -413,7 +384,7 @@ tiles_wgmma(const u8* __restrict__ codes, const u8* __restrict__ scales, const u
 #endif
   }
   }
-#if CLUSTER > 1
+#if SPLIT > 1
   cluster_sync();  // no block ends while another reads its memory or arrives at its barriers
 #endif
 }
